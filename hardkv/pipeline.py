@@ -1,0 +1,92 @@
+"""One compression pass, as stages: score, calibrate, budget, regularize."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hardkv.config import Components
+from hardkv.errors import PluginError
+from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection
+
+
+def claim_layer(parts: Components, view: ScoreView, protected: Tensor, state: dict[str, Tensor]) -> Claims:
+    """Score and calibrate one layer of one sequence; `protected [1, H, N]` marks sinks and local window.
+
+    Raises:
+        PluginError: the scorer gave a wrong shape or a value that is not finite.
+    """
+    scores = parts.scorer.score(view)
+    _check_scores(parts.scorer.name, scores, view)
+    if parts.calibrates:
+        reference = _reference_rows(view, scores.shape[2]) if parts.calibrator.needs_reference else None
+        scores = parts.calibrator.calibrate(scores, reference, view.valid, state)
+        if view.queries is not None and scores.shape[2] > 1:  # a row that was never written has no say
+            scores = scores * view.row_valid[:, None, :, None]
+    value, votes = parts.budget.claim(scores, view.valid)
+    return Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid)
+
+
+def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
+    """Choose the slots to keep, `[L, H, N]` bool, for the layers scored so far."""
+    pooled = _pool(parts.regularizer.mode, claims)
+    return keep_best(pooled, parts.budget.counts(pooled, limits), parts.budget.votes)
+
+
+def lay_out(parts: Components, keep: Tensor, claims: Claims, cost: CostModel, limits: Limits) -> Layout:
+    """Let the regularizer decide between compacting and masking."""
+    selection = Selection(keep=keep, valid=claims.valid, held_slots=claims.resident)
+    return parts.regularizer.layout(selection, cost, limits)
+
+
+def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
+    """Mark the `counts [L, H]` best slots of each head by (protected, votes, value, recency), `[L, H, N]` bool."""
+    value = claims.value.masked_fill(claims.protected, float("inf")).masked_fill(~claims.valid, float("-inf"))
+    order = torch.sort(value.flip(-1), dim=-1, descending=True, stable=True).indices
+    if votes:
+        ballots = claims.votes.masked_fill(claims.protected, torch.iinfo(torch.int32).max)
+        ballots = ballots.masked_fill(~claims.valid, -1).flip(-1).gather(-1, order)
+        order = order.gather(-1, torch.sort(ballots, dim=-1, descending=True, stable=True).indices)
+    chosen = torch.arange(order.shape[-1], device=order.device) < counts[..., None]
+    return torch.zeros_like(chosen).scatter_(-1, order, chosen).flip(-1) & claims.valid
+
+
+def _pool(mode: str, claims: Claims) -> Claims:
+    """Share the best claim over the heads that must keep one set."""
+    if mode == "per_head":
+        return claims
+    dims = (1,) if mode == "per_layer" else (0, 1)
+    value = claims.value.masked_fill(~claims.valid, float("-inf")).amax(dims, keepdim=True)
+    votes = claims.votes.masked_fill(~claims.valid, 0).amax(dims, keepdim=True)
+    return Claims(
+        value=value.expand_as(claims.value).masked_fill(~claims.valid, 0.0),
+        votes=votes.expand_as(claims.votes),
+        valid=claims.valid,
+        protected=claims.protected,
+    )
+
+
+def _reference_rows(view: ScoreView, rows: int) -> Tensor:
+    """Raw attention of the scored rows, group mean, `[B, H, R, N]`; the mean row for a scorer without rows."""
+    attention = view.attention.mean(2)
+    if rows == attention.shape[2]:
+        return attention
+    written = view.row_valid.sum(-1).clamp_min(1)
+    return attention.sum(2, keepdim=True) / written[:, None, None, None]
+
+
+def _check_scores(name: str, scores: Tensor, view: ScoreView) -> None:
+    batch, heads, slots = view.valid.shape
+    rows = view.queries.shape[3] if view.queries is not None else 1
+    shape = tuple(scores.shape)
+    if len(shape) != 4 or shape[:2] != (batch, heads) or shape[3] != slots or shape[2] not in (1, rows):
+        raise PluginError(
+            f"scorer '{name}' gave scores of shape {shape}; expected [B, H, R, N] = "
+            f"[{batch}, {heads}, 1 or {rows}, {slots}]"
+        )
+    bad = ~torch.isfinite(scores) & view.valid[:, :, None, :]
+    if bool(bad.any()):
+        raise PluginError(
+            f"scorer '{name}' gave {int(bad.sum())} values that are not finite at valid slots of layer {view.layer}; "
+            "check it for divisions by zero and logarithms of zero"
+        )

@@ -1,0 +1,1 @@
+"""Budgets: how many tokens each head keeps."""

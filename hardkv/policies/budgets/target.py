@@ -1,0 +1,82 @@
+"""What budgets with a target share: the target itself, and one threshold that meets it."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from typing_extensions import Self
+
+from hardkv.interfaces import Options
+from hardkv.types import Claims, Limits
+
+
+class TargetOptions(Options):
+    """A target in tokens per head, or as a share of the tokens seen."""
+
+    mean_tokens: int | None = Field(
+        default=None, ge=1, description="Mean tokens kept per head after a compression, sinks and local window included."
+    )
+    mean_share: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="The same as a share of the tokens seen; give one of the two."
+    )
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        if (self.mean_tokens is None) == (self.mean_share is None):
+            raise ValueError("give exactly one of mean_tokens (a count) and mean_share (a share of the tokens seen)")
+        return self
+
+    def target_tokens(self, seen_tokens: int) -> int:
+        """Tokens per head that the mean should meet."""
+        if self.mean_tokens is not None:
+            return self.mean_tokens
+        assert self.mean_share is not None
+        return max(1, round(self.mean_share * seen_tokens))
+
+
+class FlooredTargetOptions(TargetOptions):
+    """A target with a share of it that every head is given first."""
+
+    floor_share: float = Field(
+        default=0.2, ge=0.0, le=1.0, description="Share of the target that every head gets whatever its scores."
+    )
+
+
+def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Limits, groups: int) -> Tensor:
+    """Counts `[L, H]` such that one threshold per group meets the group's total.
+
+    The L layers are cut into `groups` equal groups. In each, a head keeps its protected tokens and those whose value
+    reaches tau, clamped to [floor, cap]; tau is bisected over the bits of a non-negative float32, so it is exact. Ties
+    at tau are shared out in proportion. Layers not scored yet (`limits.total_layers`) leave their tokens to the others,
+    so a later call, with more layers, only ever lowers a count.
+    """
+    layers, heads, slots = claims.value.shape
+    shape = (groups, -1, slots)
+    value = claims.value.clamp_min(0.0).masked_fill(~claims.valid | claims.protected, -1.0).reshape(shape)
+    bits = value.contiguous().view(torch.int32)  # order of non-negative floats is the order of their bits
+    resident = claims.resident.reshape(groups, -1)
+    protected = (claims.protected & claims.valid).sum(-1).reshape(groups, -1)
+    cap = torch.maximum(resident.clamp(max=limits.upper), protected)
+    floor = torch.minimum(torch.maximum(protected, protected.new_tensor(max(1, round(floor_share * target)))), cap)
+    total = torch.full_like(cap.sum(-1), target * heads * limits.total_layers // (groups if groups == 1 else limits.total_layers))
+    total = torch.minimum(torch.maximum(total, floor.sum(-1)), cap.sum(-1))
+
+    def count(tau: Tensor) -> Tensor:
+        reached = (bits >= tau[:, None, None]).sum(-1)
+        return torch.minimum(torch.maximum(reached + protected, floor), cap)
+
+    low = torch.zeros_like(total, dtype=torch.int32)  # count(low) >= total
+    high = torch.full_like(low, torch.iinfo(torch.int32).max)  # count(high) <= total
+    for _ in range(32):
+        middle = low + (high - low) // 2
+        enough = count(middle).sum(-1) >= total
+        low = torch.where(enough, middle, low)
+        high = torch.where(enough, high, middle)
+    fewer, more = count(high), count(low)
+    ties = more - fewer
+    missing = (total - fewer.sum(-1))[:, None]
+    running = torch.cumsum(ties, -1)
+    shared = running * missing // running[:, -1:].clamp_min(1)
+    shared = torch.diff(shared, dim=-1, prepend=torch.zeros_like(missing))
+    return (fewer + shared).reshape(layers, heads)

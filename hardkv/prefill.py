@@ -1,0 +1,189 @@
+"""Prefill of one sequence, layer by layer: exact attention over the prompt, then selection, then the next layer.
+
+At any moment the uncompressed K and V of one layer are held, and of the layers before it what the budget admits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hardkv_kernels import causal_attention
+from torch import Tensor
+
+from hardkv.config import Components
+from hardkv.interfaces import OnlineScorer
+from hardkv.pipeline import claim_layer, select
+from hardkv.types import AttentionCall, Claims, Limits, ScoreView, TokenBatch
+
+
+@dataclass
+class _Staged:
+    """What is held of a layer until its final selection: K and V of the masked tokens, rows of `mask` end to end."""
+
+    mask: Tensor  # [H, N] bool
+    keys: Tensor  # [sum of mask, D]
+    values: Tensor  # [sum of mask, D]
+    scaling: float
+    query: Tensor  # [H, D], the newest, mean over the group
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.mask.nbytes
+
+    def shrink(self, keep: Tensor) -> None:
+        """Hold only the tokens of `keep` from here on."""
+        within = keep[self.mask]
+        self.mask, self.keys, self.values = keep & self.mask, self.keys[within], self.values[within]
+
+    def without(self, keep: Tensor) -> TokenBatch:
+        """The held tokens that are not in `keep`."""
+        heads, tokens = self.mask.shape
+        spread = self.keys.new_zeros(2, heads, tokens, self.keys.shape[-1])
+        spread[0][self.mask], spread[1][self.mask] = self.keys, self.values
+        positions = torch.arange(tokens, device=keep.device).expand(heads, tokens)
+        return TokenBatch(spread[0], spread[1], positions, self.mask & ~keep, self.scaling, self.query)
+
+
+class Prefill:
+    """Takes the attention calls of one prompt, whole or in chunks along the sequence, and places the kept tokens.
+
+    With a budget that spans the model, a layer is staged under the threshold that the layers so far can afford; each
+    further layer only raises it, so the stage never exceeds the model's budget by more than a tenth and one layer.
+    """
+
+    def __init__(
+        self,
+        parts: Components | None,
+        limits: Limits,
+        tokens: int,
+        rows: int,
+        place: Callable[[int, Tensor, Tensor, Tensor], None],
+        drop: Callable[[int, TokenBatch], None] | None,
+        calibration: list[dict[str, Tensor]],
+        report_bytes: Callable[[int], None],
+    ) -> None:
+        self.parts, self.limits, self.tokens, self.rows = parts, limits, tokens, min(rows, tokens)
+        self.place, self.drop, self.calibration, self.report_bytes = place, drop, calibration, report_bytes
+        self.selects = parts is not None and tokens > limits.lower
+        self.claims: list[Claims] = []
+        self.staged: list[_Staged] = []
+        self.last_queries: Tensor | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._queries: list[Tensor] = []
+        self._filled = 0
+
+    def attend(self, call: AttentionCall, window: int | None) -> tuple[Tensor, bool]:
+        """Answer one call of batch 1 exactly; gives `(out [H, G, S, D], layer is complete)`."""
+        heads, fresh = call.keys.shape[1], call.keys.shape[2]
+        group = call.query.shape[1] // heads
+        query = call.query[0].view(heads, group, fresh, -1)
+        if self._filled == 0 and fresh == self.tokens:
+            self._keys, self._values = call.keys[0], call.values[0]
+        else:
+            if self._keys is None or self._filled == 0:
+                self._keys = call.keys.new_empty(heads, self.tokens, call.keys.shape[-1])
+                self._values = torch.empty_like(self._keys)
+            assert self._values is not None
+            self._keys[:, self._filled : self._filled + fresh] = call.keys[0]
+            self._values[:, self._filled : self._filled + fresh] = call.values[0]
+        assert self._values is not None
+        self._filled += fresh
+        self._queries.append(query[:, :, -self.rows :])
+        sinks = None if call.sink_logits is None else call.sink_logits.float().view(heads, group)
+        out = causal_attention(
+            query,
+            self._keys[:, : self._filled],
+            self._values[:, : self._filled],
+            call.scaling,
+            window,
+            call.softcap,
+            sinks,
+        )
+        return out, self._filled == self.tokens
+
+    def take_layer(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Hand over the complete layer's `keys, values [H, N, D]` and last `queries [H, G, W, D]`; ready for the next."""
+        assert self._keys is not None and self._values is not None
+        queries = torch.cat(self._queries, 2)[:, :, -self.rows :]
+        layer = (self._keys, self._values, queries)
+        self._keys, self._values, self._queries, self._filled = None, None, [], 0
+        return layer
+
+    def finish_layer(self, index: int, keys: Tensor, values: Tensor, queries: Tensor, call: AttentionCall) -> None:
+        """Select among a full-attention layer's tokens and place or stage what is kept; `index` counts such layers."""
+        heads, tokens, _ = keys.shape
+        self.report_bytes(self._staged_bytes() + keys.nbytes + values.nbytes)
+        everything = torch.ones(heads, tokens, dtype=torch.bool, device=keys.device)
+        if not self.selects:
+            self.place(index, everything, keys.flatten(0, 1), values.flatten(0, 1))
+            return
+        assert self.parts is not None
+        claims = self._claim(index, keys, values, queries, call)
+        query = queries[:, :, -1].mean(1)
+        staged = _Staged(everything, keys.flatten(0, 1), values.flatten(0, 1), call.scaling, query)
+        if self.parts.budget.scope == "layer" and self.parts.regularizer.mode != "union":
+            self._shrink(index, staged, select(self.parts, claims, self.limits)[0])
+            self.place(index, staged.mask, staged.keys, staged.values)
+            return
+        self.claims.append(claims)
+        self.staged.append(staged)
+        if self.parts.regularizer.mode != "union":
+            self._shrink_stage(select(self.parts, Claims.stack(self.claims), self.limits))
+
+    def finish(self) -> None:
+        """Settle a selection that spans the model, and place it."""
+        if not self.staged:
+            return
+        assert self.parts is not None
+        final = select(self.parts, Claims.stack(self.claims), self.limits)
+        for index, keep in enumerate(final):
+            staged = self.staged[index]
+            self._shrink(index, staged, keep)
+            self.place(index, staged.mask, staged.keys, staged.values)
+            staged.shrink(torch.zeros_like(keep))
+        self.claims, self.staged = [], []
+
+    def _claim(self, index: int, keys: Tensor, values: Tensor, queries: Tensor, call: AttentionCall) -> Claims:
+        assert self.parts is not None
+        heads, tokens, _ = keys.shape
+        positions = torch.arange(tokens, device=keys.device)
+        sinks = None if call.sink_logits is None else call.sink_logits.float().view(heads, -1)
+        view = ScoreView(
+            keys=keys[None],
+            values=values[None],
+            positions=positions.expand(1, heads, tokens),
+            valid=torch.ones(1, heads, tokens, dtype=torch.bool, device=keys.device),
+            scaling=call.scaling,
+            layer=call.layer,
+            softcap=call.softcap,
+            queries=queries[None],
+            query_positions=positions[None, tokens - queries.shape[2] :],
+            sink_logits=sinks,
+        )
+        if self.parts.scorer.online:
+            assert isinstance(self.parts.scorer, OnlineScorer)
+            statistic = torch.zeros(1, heads, tokens, device=keys.device)
+            self.parts.scorer.seed(statistic, view.attention)
+            view = view.with_statistic(statistic)
+        protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
+        return claim_layer(self.parts, view, protected.expand(1, heads, tokens), self.calibration[index])
+
+    def _shrink_stage(self, provisional: Tensor) -> None:
+        """Cut the newest layer to its provisional selection, and the older ones once they have grown stale."""
+        self._shrink(len(self.staged) - 1, self.staged[-1], provisional[-1])
+        held = sum(staged.keys.shape[0] for staged in self.staged)
+        if held > 1.1 * int(provisional.sum()):
+            for index, (staged, keep) in enumerate(zip(self.staged, provisional, strict=True)):
+                self._shrink(index, staged, keep)
+
+    def _shrink(self, index: int, staged: _Staged, keep: Tensor) -> None:
+        if self.drop is not None:
+            self.drop(index, staged.without(keep))
+        staged.shrink(keep)
+
+    def _staged_bytes(self) -> int:
+        claims = sum(claim.value.nbytes + claim.votes.nbytes for claim in self.claims)
+        return claims + sum(staged.nbytes for staged in self.staged)

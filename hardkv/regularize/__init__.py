@@ -1,0 +1,1 @@
+"""Regularizers: how a ragged selection becomes a static layout."""

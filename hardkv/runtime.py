@@ -1,0 +1,271 @@
+"""HardKVRuntime: a model with a compressed cache, from one configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, overload
+
+import psutil
+import torch
+from pydantic import ValidationError
+
+from hardkv.cache import CascadeCache
+from hardkv.config import Components, GenerationSettings, HardKVConfig, load_config
+from hardkv.costs import measure_costs
+from hardkv.detokenize import Detokenizer
+from hardkv.errors import CapacityError, HardKVError, InputError, did_you_mean
+from hardkv.model_adapter import Decoder, LoadedModel, load_model, read_geometry
+from hardkv.prompts import read_prompts
+from hardkv.results import Generation, Piece, RuntimeStats, SequenceStats, TokenLogprob
+from hardkv.scheduler import Event, Progress, Request, Scheduler
+
+logger = logging.getLogger(__name__)
+_USABLE_SHARE = 0.8
+"""Share of the free memory that the cache may take when `cache.pool_bytes` is null."""
+
+
+class HardKVRuntime:
+    """Generates text with a head-adaptive, compressed KV cache."""
+
+    def __init__(self, config: HardKVConfig, components: Components, loaded: LoadedModel) -> None:
+        self.config = config
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self._decoder = Decoder(loaded.model)
+        self.geometry = read_geometry(loaded.model)
+        self.costs = measure_costs(self.geometry.device, self.geometry.dtype)
+        self._cache = CascadeCache(
+            self.geometry, config.cache, components if config.compression else None, self.costs
+        )
+        self._stats = self._empty_stats()
+
+    @classmethod
+    def from_config(
+        cls, source: str | Path | Mapping[str, Any] | HardKVConfig, *, loaded: LoadedModel | None = None
+    ) -> HardKVRuntime:
+        """Build a runtime from a YAML file, a dict or a `HardKVConfig`.
+
+        `loaded`: a model and tokenizer already in memory, instead of `model.id`.
+
+        Raises:
+            ConfigError: a wrong configuration, naming the path, what came and what is allowed.
+            ModelNotFoundError, UnsupportedModelError: the model cannot be loaded or served.
+        """
+        ready = load_config(source)
+        model = ready.config.model
+        loaded = loaded or load_model(model.id, model.dtype, model.device, model.revision)
+        return cls(ready.config, ready.components, loaded)
+
+    @overload
+    def generate(self, prompts: str, *, progress: Progress | None = None, **overrides: Any) -> Generation: ...
+    @overload
+    def generate(self, prompts: Any, *, progress: Progress | None = None, **overrides: Any) -> Any: ...
+    def generate(self, prompts: Any, *, progress: Progress | None = None, **overrides: Any) -> Any:
+        """Generate for one prompt (a `Generation`) or many (a list, in order).
+
+        A prompt is a string, a chat (list of messages) or token ids; a batch is a list of them. `overrides` are the
+        keys of the configuration's `generation` section, and `seed`. `progress(done, total)` counts prefill chunks of
+        each prompt. In a batch a prompt that fails while running has `finish_reason == "error"`; a single one raises.
+
+        Raises:
+            InputError: a wrong prompt or argument; before any work starts.
+            CapacityError: one of the sequences can never fit in memory; before any work starts.
+        """
+        requests, single = self._requests(prompts, overrides)
+        collectors = [_Collector(request, self.tokenizer) for request in requests]
+        for event in self._run(requests, progress):
+            collectors[event.request.index].take(event)
+        if single and collectors[0].error is not None:
+            raise collectors[0].error
+        generations = [collector.result() for collector in collectors]
+        return generations[0] if single else generations
+
+    def stream(self, prompt: Any, *, progress: Progress | None = None, **overrides: Any) -> Iterator[Piece]:
+        """Generate for one prompt and give its text as it becomes certain; the last piece has a `finish_reason`.
+
+        Arguments and errors as in `generate`; they are checked now, not when the first piece is asked for.
+        """
+        requests, single = self._requests(prompt, overrides)
+        if not single and len(requests) != 1:
+            raise InputError(f"stream takes one prompt, got {len(requests)}; use generate for a batch")
+        return self._pieces(requests[0], progress)
+
+    def stats(self) -> RuntimeStats:
+        """What the latest call used: tokens, bytes, seconds per phase."""
+        return self._stats
+
+    def reset(self) -> None:
+        """Give back the pool and forget the latest call's statistics."""
+        self._cache.prepare(0, 0)
+        self._stats = self._empty_stats()
+
+    def _pieces(self, request: Request, progress: Progress | None) -> Iterator[Piece]:
+        collector = _Collector(request, self.tokenizer)
+        for event in self._run([request], progress):
+            piece = collector.take(event)
+            if collector.error is not None:
+                raise collector.error
+            yield piece
+
+    def _run(self, requests: list[Request], progress: Progress | None) -> Iterator[Event]:
+        if self._cache.cascades:
+            raise HardKVError("the runtime is already generating; finish or close the running stream first")
+        self._prepare(requests)
+        scheduler = Scheduler(self._decoder, self._cache, self.config.cache.prefill_chunk_tokens, progress)
+        ended: list[tuple[Request, SequenceStats]] = []
+        try:
+            for event in scheduler.run(requests):
+                if event.stats is not None:
+                    ended.append((event.request, event.stats))
+                    self._stats = self._collect(scheduler, ended)
+                yield event
+        finally:
+            for cascade in list(self._cache.cascades.values()):
+                self._cache.close(cascade)
+
+    def _requests(self, prompts: Any, overrides: dict[str, Any]) -> tuple[list[Request], bool]:
+        seed = overrides.pop("seed", self.config.seed)
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+            raise InputError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}")
+        settings = _overridden(self.config.generation, overrides)
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        read = read_prompts(prompts, self.tokenizer, vocabulary)
+        ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else self._end_ids())
+        requests = []
+        for index, ids in enumerate(read.token_ids):
+            room = self.geometry.max_positions
+            if len(ids) >= room:
+                raise InputError(
+                    f"prompt {index} has {len(ids)} tokens; the model has {room} positions, one is needed for an answer"
+                )
+            if len(ids) + settings.max_new_tokens > room:
+                logger.warning("prompt %d: only %d tokens fit after it, fewer than max_new_tokens", index, room - len(ids))
+            total = min(len(ids) + settings.max_new_tokens, room)
+            requests.append(Request(index, ids, settings, seed + index, ends, total))
+        self._check_memory(requests)
+        return requests, read.single
+
+    def _end_ids(self) -> frozenset[int]:
+        named = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = list(named) if isinstance(named, list | tuple) else [named]
+        return frozenset(int(token) for token in [*ids, self.tokenizer.eos_token_id] if token is not None)
+
+    def _free_bytes(self) -> int:
+        device = self.geometry.device
+        if device.type == "cuda":
+            return int(torch.cuda.mem_get_info(device)[0])
+        return int(psutil.virtual_memory().available)
+
+    def _check_memory(self, requests: list[Request]) -> None:
+        admission, limit = self._cache.admission, self.config.cache.pool_bytes
+        free = int(self._free_bytes() * _USABLE_SHARE)
+        for request in requests:
+            prompt = len(request.prompt_ids)
+            pool = admission.sequence_pages(request.max_tokens) * admission.page_bytes
+            if limit is not None and pool > limit:
+                raise CapacityError(
+                    f"prompt {request.index} ({prompt} tokens, {request.max_tokens - prompt} to generate) needs up to "
+                    f"{pool:,} bytes of pages; cache.pool_bytes is {limit:,}. Raise it, or lower the budget or "
+                    "max_new_tokens"
+                )
+            need = admission.sequence_bytes(prompt, request.max_tokens - prompt)
+            if need > free:
+                raise CapacityError(
+                    f"prompt {request.index} ({prompt} tokens, {request.max_tokens - prompt} to generate) needs up to "
+                    f"{need:,} bytes; {free:,} are free on {self.geometry.device}. Lower the budget or max_new_tokens"
+                )
+
+    def _prepare(self, requests: list[Request]) -> None:
+        """Size the pool for as many of the requests at once as memory and `max_sequences` allow."""
+        admission, settings = self._cache.admission, self.config.cache
+        free = int(self._free_bytes() * _USABLE_SHARE)
+        transient = max(admission.prefill_bytes(len(request.prompt_ids)) for request in requests)
+        needs = sorted((admission.sequence_pages(request.max_tokens) for request in requests), reverse=True)
+        pages, lanes = needs[0], 1
+        for need in needs[1 : settings.max_sequences]:
+            more = (pages + need) * admission.page_bytes
+            if settings.pool_bytes is not None and more > settings.pool_bytes:
+                break
+            if more + (lanes + 1) * admission.lane_bytes() + transient > free:
+                break
+            pages, lanes = pages + need, lanes + 1
+        self._cache.prepare(pages, lanes)
+
+    def _collect(self, scheduler: Scheduler, ended: list[tuple[Request, SequenceStats]]) -> RuntimeStats:
+        kept = torch.tensor([stats.tokens_kept for _, stats in ended], dtype=torch.float64).mean(0)
+        after = [mean for _, stats in ended for mean in stats.mean_tokens_after_compression]
+        cache = self._cache
+        return RuntimeStats(
+            tokens_seen=sum(stats.tokens_seen for _, stats in ended),
+            tokens_kept=kept.tolist(),
+            kv_bytes=scheduler.kv_bytes or cache.kv_bytes,
+            kv_bytes_peak=cache.peak_bytes,
+            kv_bytes_reserved=cache.reserved_bytes,
+            compressions=cache.compressions,
+            mean_tokens_after_compression=sum(after) / len(after) if after else None,
+            seconds=dict(cache.watch.seconds),
+            generated_tokens=sum(len(request.generated) for request, _ in ended),
+            decode_steps=scheduler.decode_steps,
+        )
+
+    def _empty_stats(self) -> RuntimeStats:
+        nothing = [[0.0] * self.geometry.heads for _ in self.geometry.windows]
+        seconds = {"prefill": 0.0, "decode": 0.0, "compression": 0.0}
+        return RuntimeStats(0, nothing, 0, 0, 0, 0, None, seconds)
+
+
+class _Collector:
+    """Gathers one request's events into text and a result."""
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self.request = request
+        self.detokenizer = Detokenizer(tokenizer, request.settings.stop)
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.end: Event | None = None
+        self.error: HardKVError | None = None
+
+    def take(self, event: Event) -> Piece:
+        if event.choice is None:
+            self.end, self.error = event, event.error
+            rest = self.detokenizer.flush()
+            self.text += rest
+            return Piece(rest, None, finish_reason=event.finish_reason)
+        chosen = event.choice
+        text = "" if chosen.token_id in self.request.end_ids else self.detokenizer.add(chosen.token_id)
+        self.request.cancelled = self.detokenizer.stopped
+        self.text += text
+        logprob = None
+        if chosen.logprob is not None:
+            logprob = TokenLogprob(chosen.token_id, chosen.logprob, chosen.top_logprobs)
+            self.logprobs.append(logprob)
+        return Piece(text, chosen.token_id, logprob)
+
+    def result(self) -> Generation:
+        assert self.end is not None and self.end.finish_reason is not None and self.end.stats is not None
+        return Generation(
+            text=self.text,
+            token_ids=list(self.request.generated),
+            finish_reason=self.end.finish_reason,
+            logprobs=self.logprobs if self.request.settings.logprobs is not None else None,
+            stats=self.end.stats,
+            error=None if self.error is None else str(self.error),
+        )
+
+
+def _overridden(settings: GenerationSettings, overrides: dict[str, Any]) -> GenerationSettings:
+    known = set(GenerationSettings.model_fields)
+    for name in overrides:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise InputError(f"generate has no argument '{name}'.{hint} Known: {', '.join(sorted([*known, 'seed']))}")
+    try:
+        return GenerationSettings.model_validate({**settings.model_dump(), **overrides})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{name}: {first['msg']} (got {first['input']!r})") from None
+
+

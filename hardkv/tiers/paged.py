@@ -1,0 +1,90 @@
+"""What the dense and the sparse tier share: slots in pages of the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hardkv_kernels import attend_slots
+from torch import Tensor
+
+from hardkv.interfaces import CacheTier
+from hardkv.memory import PagePool
+from hardkv.types import TierShape, TokenBatch
+
+
+class PagedTier(CacheTier):
+    """Tokens of one sequence in pages of a pool; each head holds its first `lengths[layer, head]` slots.
+
+    A slot's bias says whether attention sees it: 0 for kept, -inf for masked or empty.
+    """
+
+    def __init__(self, pool: PagePool, lane: int) -> None:
+        super().__init__()
+        self.pool = pool
+        self.table = pool.new_table(lane)
+        self.lengths = np.zeros((pool.layers, pool.heads), dtype=np.int64)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return int(self.table.counts.sum()) * self.pool.page_bytes
+
+    @property
+    def holds_tokens(self) -> bool:
+        return True
+
+    @property
+    def longest(self) -> int:
+        """Slots of the longest head."""
+        return int(self.lengths.max(initial=0))
+
+    def allocate(self, shape: TierShape) -> None:
+        """Hold pages for `shape.slots` slots in every head.
+
+        Raises:
+            CapacityError: the pool is too small; nothing changes.
+        """
+        if self.table not in self.pool.tables:  # after a reset
+            self.table = self.pool.new_table(self.table.lane)
+        self.pool.resize(self.table, np.full_like(self.table.counts, self.pages_for(shape.slots)))
+
+    def pages_for(self, slots: int) -> int:
+        """Pages that hold so many slots."""
+        return -(-slots // self.pool.page_slots)
+
+    def slots(self, width: int | None = None) -> Tensor:
+        """Flat slot ids of the first `width` slots (default: of the longest head), `[L, H, width]` int64."""
+        return self.pool.slots(self.table, self.longest if width is None else width)
+
+    def present(self, width: int | None = None) -> Tensor:
+        """Which of `slots(width)` hold a token, `[L, H, width]` bool."""
+        lengths = torch.from_numpy(self.lengths).to(self.pool.bias.device)
+        columns = torch.arange(self.longest if width is None else width, device=lengths.device)
+        return columns < lengths[..., None]
+
+    def attend(self, layer: int, query: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        slots, present = self.slots()[layer], self.present()[layer]
+        head_dim = self.pool.head_dim
+        bias = self.pool.bias.view(-1)[slots].masked_fill(~present, float("-inf"))
+        keys, values = (tensor.view(-1, head_dim)[slots] for tensor in (self.pool.keys, self.pool.values))
+        return attend_slots(query, keys, values, bias, scaling)
+
+    def write(self, layer: int, start: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: TokenBatch) -> None:
+        """Write the masked tokens of every head from its slot `start [H]` on, and show them to attention."""
+        mask = tokens.mask
+        rank = torch.cumsum(mask, -1) - 1 + torch.from_numpy(start).to(mask.device)[:, None]
+        width = int(rank.max()) + 1 if mask.numel() else 0
+        target = self.slots(max(width, 1))[layer].gather(-1, rank.clamp_min(0))[mask]
+        head_dim = self.pool.head_dim
+        self.pool.keys.view(-1, head_dim)[target] = tokens.keys[mask]
+        self.pool.values.view(-1, head_dim)[target] = tokens.values[mask]
+        self.pool.positions.view(-1)[target] = tokens.positions[mask].to(torch.int32)
+        self.pool.bias.view(-1)[target] = 0.0
+        self.lengths[layer] = start + mask.sum(-1).cpu().numpy()
+
+    def reset(self) -> None:
+        if self.table in self.pool.tables:
+            self.pool.drop_table(self.table)
+        self.lengths[:] = 0
+
+    def fresh(self) -> CacheTier:
+        return type(self)(self.pool, self.table.lane)

@@ -1,0 +1,46 @@
+"""The sparse tier: what each head keeps of the older tokens, in pages, ragged."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hardkv.memory import PagePool, Pages
+from hardkv.tiers.paged import PagedTier
+from hardkv.types import TokenBatch
+
+
+class SparseTier(PagedTier):
+    """A subset of the older tokens per layer and head, in position order, with a keep bit in each slot's bias."""
+
+    name = "sparse"
+
+    def __init__(self, pool: PagePool, lane: int) -> None:
+        super().__init__(pool, lane)
+
+    def admit(self, layer: int, tokens: TokenBatch) -> None:
+        lengths = self.lengths[layer] + tokens.mask.sum(-1).cpu().numpy()
+        self.hold(layer, lengths)
+        self.write(layer, self.lengths[layer].copy(), tokens)
+
+    def hold(self, layer: int, slots: Pages) -> None:
+        """Hold pages for `slots [H]` in one layer; raises CapacityError, and changes nothing, when the pool is short."""
+        counts = self.table.counts.copy()
+        counts[layer] = -(-slots // self.pool.page_slots)
+        self.pool.resize(self.table, counts)
+
+    def kept(self) -> Tensor:
+        """Slots per head that attention sees, `[L, H]` int64."""
+        seen = self.pool.bias.view(-1)[self.slots()] > float("-inf")
+        return (seen & self.present()).sum(-1)
+
+    def set_lengths(self, lengths: Pages, reserve: Pages) -> None:
+        """Become `lengths [L, H]` slots long, holding pages for `reserve`; give back the rest."""
+        self.pool.resize(self.table, -(-np.maximum(lengths, reserve) // self.pool.page_slots))
+        self.lengths = lengths.copy()
+
+    def clear_bias(self) -> None:
+        """Hide every slot of this tier from attention."""
+        pages = self.table.pages[self.table.pages >= 0]
+        self.pool.bias[torch.from_numpy(pages).to(self.pool.bias.device)] = float("-inf")

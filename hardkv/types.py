@@ -1,0 +1,205 @@
+"""Frozen dataclasses passed between the stages of a compression pass.
+
+Axes: L layers, B sequences, H KV heads, G query heads per KV head, W query rows, R score rows, N slots, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoreView:
+    """What an importance scorer sees: the resident tokens of one layer, in position order.
+
+    Slots where `valid` is False may hold anything, NaN included, and must not influence the result.
+    """
+
+    keys: Tensor  # [B, H, N, D], post-RoPE
+    values: Tensor  # [B, H, N, D]
+    positions: Tensor  # [B, H, N] int64, the RoPE index each slot was written with
+    valid: Tensor  # [B, H, N] bool
+    scaling: float  # logits = q.k * scaling
+    layer: int = 0
+    softcap: float | None = None
+    queries: Tensor | None = None  # [B, H, G, W, D], post-RoPE, each rotated at its own position
+    query_positions: Tensor | None = None  # [B, W] int64, -1 where the row was never written
+    statistic: Tensor | None = None  # [B, H, N] float32, what an online scorer gathered
+    sink_logits: Tensor | None = None  # [H, G] float32, learned attention-sink logits (gpt-oss)
+
+    @cached_property
+    def row_valid(self) -> Tensor:
+        """Query rows that were written, `[B, W]` bool."""
+        return self._query_positions() >= 0
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Slots each query row may see: valid and not newer than the row, `[B, H, W, N]` bool."""
+        rows = self._query_positions()[:, None, :, None]
+        return self.valid[:, :, None, :] & (self.positions[:, :, None, :] <= rows)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Raw attention logits of the window rows, `[B, H, G, W, N]` float32, -inf where not visible."""
+        if self.queries is None:
+            raise ValueError("this view carries no queries: set `needs_queries = True` on the scorer")
+        keys = self.keys.float().masked_fill(~self.valid[..., None], 0.0)
+        logits = torch.matmul(self.queries.float(), keys[:, :, None].transpose(-1, -2)) * self.scaling
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.masked_fill(~self.visible[:, :, None], float("-inf"))
+
+    @cached_property
+    def attention(self) -> Tensor:
+        """Raw attention of the window rows, `[B, H, G, W, N]` float32; rows never written are all zero."""
+        logits = self.logits
+        top = logits.amax(-1, keepdim=True)
+        if self.sink_logits is not None:
+            top = torch.maximum(top, self.sink_logits[None, :, :, None, None])
+        weights = torch.exp(logits - top.clamp_min(torch.finfo(torch.float32).min))
+        total = weights.sum(-1, keepdim=True)
+        if self.sink_logits is not None:
+            total = total + torch.exp(self.sink_logits[None, :, :, None, None] - top)
+        return weights / total.clamp_min(torch.finfo(torch.float32).tiny)
+
+    def with_statistic(self, statistic: Tensor) -> ScoreView:
+        """The same view with an online scorer's statistic `[B, H, N]`."""
+        return replace(self, statistic=statistic)
+
+    def _query_positions(self) -> Tensor:
+        if self.query_positions is None:
+            raise ValueError("this view carries no queries: set `needs_queries = True` on the scorer")
+        return self.query_positions
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What each token may claim of the budget, for one or more layers of one sequence.
+
+    Tokens are ranked by (protected, votes, value, recency); `valid` is False in padding.
+    """
+
+    value: Tensor  # [L, H, N] float32, higher = keep
+    votes: Tensor  # [L, H, N] int32, rows that voted for the token (all zero when a budget does not vote)
+    valid: Tensor  # [L, H, N] bool
+    protected: Tensor  # [L, H, N] bool, sinks and local window
+
+    @property
+    def resident(self) -> Tensor:
+        """Valid slots per head, `[L, H]` int64."""
+        return self.valid.sum(-1)
+
+    @staticmethod
+    def stack(claims: list[Claims]) -> Claims:
+        """Join claims of several layers along the first axis, padding slots to the longest."""
+        longest = max(claim.value.shape[-1] for claim in claims)
+
+        def join(parts: list[Tensor]) -> Tensor:
+            return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts])
+
+        return Claims(
+            value=join([claim.value for claim in claims]),
+            votes=join([claim.votes for claim in claims]),
+            valid=join([claim.valid for claim in claims]),
+            protected=join([claim.protected for claim in claims]),
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Slots per head that bound every budget, from the `cache` section of the configuration."""
+
+    sinks: int
+    local_window: int
+    lower: int  # sequences with at most this many tokens per head keep everything
+    upper: int  # no head keeps more than this many
+    seen_tokens: int = 0  # tokens the sequence has seen so far, for budgets given as a share
+    total_layers: int = 1  # layers the budget spans, also while only the first few have been scored
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which resident slots of one sequence are kept; slots of a head are in position order."""
+
+    keep: Tensor  # [L, H, N] bool, a subset of `valid`
+    valid: Tensor  # [L, H, N] bool
+    held_slots: Tensor  # [L, H] int64, slots a decode step reads now: kept or not
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Measured costs that decide when moving pays (DESIGN: memory-time integral)."""
+
+    read_seconds_per_byte: float
+    copy_seconds_per_byte: float
+    launch_seconds: float
+    slot_bytes: int  # K and V of one slot of one head
+    horizon_steps: int  # decode steps until the next compression
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a selection is laid out in the sparse tier."""
+
+    keep: Tensor  # [L, H, N] bool; may be wider than the selection's (union modes)
+    rewrite: Tensor  # [L, H] bool: compact to kept slots; else mask in place (sparse loading)
+    reserve_slots: Tensor  # [L, H] int64, slots to hold pages for, at least what stays
+
+
+@dataclass(frozen=True)
+class TierShape:
+    """What a tier must be able to hold for one sequence."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    slots: int  # capacity per layer and head, from `cache.condensed_slots`
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tokens of one layer of one sequence on their way into a tier."""
+
+    keys: Tensor  # [H, N, D], post-RoPE
+    values: Tensor  # [H, N, D]
+    positions: Tensor  # [H, N] int64
+    mask: Tensor  # [H, N] bool, the tokens meant; other slots may hold anything
+    scaling: float = 1.0  # logits = q.k * scaling
+    query: Tensor | None = None  # [H, D], the newest query, mean over the group; for merging
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """What the cache must know of a model's attention."""
+
+    windows: tuple[int | None, ...]  # per layer: None = full attention, else the sliding window in tokens
+    heads: int  # KV heads
+    group: int  # query heads per KV head
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    max_positions: int
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Model layers that attend all tokens: the ones that are compressed."""
+        return tuple(layer for layer, window in enumerate(self.windows) if window is None)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention layer's inputs and settings, as the model hands them over."""
+
+    layer: int
+    query: Tensor  # [B, H*G, S, D], post-RoPE
+    keys: Tensor  # [B, H, S, D], post-RoPE
+    values: Tensor  # [B, H, S, D]
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None  # [H*G]
