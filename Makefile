@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 .PHONY: help setup demo test check lint format docs clean
+.NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:  ## List the targets

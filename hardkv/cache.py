@@ -250,7 +250,7 @@ class CascadeCache:
                 ]
             )
             keep = select(parts, claims, limits)
-            layout = lay_out(parts, keep, claims, self._cost_model(), limits)
+            layout = lay_out(parts, keep, resident.valid, self._cost_model(), limits)
         except HardKVError:
             raise
         except Exception as error:
@@ -275,11 +275,15 @@ class CascadeCache:
         if self.pool.statistic.shape[0]:
             statistic = self.pool.statistic.view(-1)[resident.slots[index]][None]
         heads = self.geometry.heads
+        # An online statistic says nothing of a slot that attention did not see, so such a slot cannot come back; then
+        # the outcome is the same whether a token was masked or let go.
+        online = self.parts is not None and self.parts.scorer.online
+        judged = resident.shown if online else resident.valid
         return ScoreView(
             keys=keys[None],
             values=values[None],
             positions=resident.positions[index][None],
-            valid=resident.valid[index][None],
+            valid=judged[index][None],
             scaling=call.scaling,
             layer=call.layer,
             softcap=call.softcap,

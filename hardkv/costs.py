@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -36,11 +37,17 @@ def measure_costs(device: torch.device, dtype: torch.dtype) -> DeviceCosts:
     def launch() -> None:
         content[none] = content[none]
 
+    # Rounded, so that timing noise rarely changes what is compacted: runs should repeat.
     return DeviceCosts(
-        read_seconds_per_byte=_median_seconds(read, device) / content.nbytes,
-        copy_seconds_per_byte=_median_seconds(copy, device) / content.nbytes,
-        launch_seconds=_median_seconds(launch, device),
+        read_seconds_per_byte=_rounded(_median_seconds(read, device) / content.nbytes),
+        copy_seconds_per_byte=_rounded(_median_seconds(copy, device) / content.nbytes),
+        launch_seconds=_rounded(_median_seconds(launch, device)),
     )
+
+
+def _rounded(seconds: float) -> float:
+    """To the nearest power of two."""
+    return float(2.0 ** round(math.log2(seconds)))
 
 
 def _median_seconds(action: object, device: torch.device, repeats: int = 5) -> float:

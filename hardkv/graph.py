@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from hardkv_kernels import append, paged_attention
+from hardkv_kernels import append, merge_states, paged_attention
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer
@@ -74,7 +74,7 @@ class DecodeStep:
         sinks = None
         if call.sink_logits is not None:
             sinks = call.sink_logits.float().view(1, heads, group).expand(batch, -1, -1).reshape(owners, group)
-        out, probabilities = paged_attention(
+        out, lse, probabilities = paged_attention(
             query,
             pool.keys[span],
             pool.values[span],
@@ -85,6 +85,10 @@ class DecodeStep:
             sinks,
             self.scorer is not None,
         )
+        if self._last_tiers:
+            out, share = self._with_last_tiers(index, call, query, out, lse)
+            if self.scorer is not None:
+                probabilities *= torch.nn.functional.pad(share, (0, 0, 0, 1))[self._owners[index], :, None]
         if self.scorer is not None:
             self.scorer.update(pool.statistic[span], probabilities)
         if self.ring is not None:
@@ -92,6 +96,19 @@ class DecodeStep:
                 index, self._lanes, self.positions, call.query.view(batch, heads, group, head_dim)
             )
         return out.view(batch, 1, query_heads, head_dim)
+
+    def _with_last_tiers(
+        self, index: int, call: AttentionCall, query: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compose with what the last tiers hold; gives the output and the share of mass that stayed, `[O, G]`."""
+        heads = call.keys.shape[1]
+        answers = [
+            cascade.last.attend(index, query[row * heads : (row + 1) * heads], call.scaling, call.softcap)
+            for row, cascade in enumerate(self.batch)
+        ]
+        outs, lses = torch.cat([answer[0] for answer in answers]), torch.cat([answer[1] for answer in answers])
+        merged, total = merge_states([out.float(), outs], [lse, lses])
+        return merged.to(out.dtype), torch.exp(lse - total)
 
     def attend_sliding(self, ring: SlidingRing, call: AttentionCall) -> Tensor:
         """The same for a sliding-window layer."""
@@ -137,4 +154,5 @@ class DecodeStep:
         self._dense_slots = torch.stack([cascade.dense.slots(cascade.dense.capacity) for cascade in batch], 1)
         self._lanes = torch.tensor([cascade.lane for cascade in batch], device=device)
         self.batch = list(batch)
+        self._last_tiers = any(cascade.last.holds_tokens for cascade in batch)
         self._bound = now

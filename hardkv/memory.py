@@ -73,7 +73,7 @@ class PageManager:
         self.owner[pages] = FREE
 
     def plan_regions(self, extra: Pages) -> Pages:
-        """New region bounds in which layer l holds `extra[l]` more pages (negative: fewer); spare ones are shared by size.
+        """New region bounds in which layer l holds `extra[l]` more pages (or fewer); spare ones are shared by size.
 
         Raises:
             CapacityError: the pool is too small; nothing changes.
@@ -81,7 +81,8 @@ class PageManager:
         wanted = np.array([int((self.owner[self.region(layer)] != FREE).sum()) for layer in range(self.layers)]) + extra
         spare = self.pages - int(wanted.sum())
         if spare < 0:
-            raise CapacityError(f"{int(extra.sum())} more pages are needed, the pool has {self.pages - self.used_pages} free")
+            free = self.pages - self.used_pages
+            raise CapacityError(f"{int(extra.sum())} more pages are needed, the pool has {free} free")
         share = (wanted + 1) / (wanted + 1).sum()
         sizes = wanted + np.floor(share * spare).astype(np.int64)
         sizes[-1] += self.pages - int(sizes.sum())
@@ -194,7 +195,7 @@ class PagePool:
         self.version += 1
 
     def slots(self, table: PageTable, width: int) -> Tensor:
-        """Flat slot ids `[L, H, width]` int64 of a table's first `width` slots; 0 where no page is held."""
+        """Flat slot ids `[L, H, width]` int64 of a table's first slots; those of page 0 where no page is held."""
         pages = -(-width // self.page_slots)
         held = np.zeros((*table.counts.shape, pages), dtype=np.int64)
         known = min(pages, table.pages.shape[2])

@@ -33,9 +33,9 @@ def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
     return keep_best(pooled, parts.budget.counts(pooled, limits), parts.budget.votes)
 
 
-def lay_out(parts: Components, keep: Tensor, claims: Claims, cost: CostModel, limits: Limits) -> Layout:
-    """Let the regularizer decide between compacting and masking."""
-    selection = Selection(keep=keep, valid=claims.valid, held_slots=claims.resident)
+def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, limits: Limits) -> Layout:
+    """Let the regularizer decide between compacting and masking; `valid [L, H, N]` marks every slot held."""
+    selection = Selection(keep=keep, valid=valid, held_slots=valid.sum(-1))
     return parts.regularizer.layout(selection, cost, limits)
 
 

@@ -92,6 +92,30 @@ class HardKVRuntime:
             raise InputError(f"stream takes one prompt, got {len(requests)}; use generate for a batch")
         return self._pieces(requests[0], progress)
 
+    def teacher_force(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[torch.Tensor]:
+        """Feed given tokens and give the model's log-probabilities, to compare caches at equal inputs.
+
+        `prompts`, `continuations`: token ids, one list per sequence. Each result is `[T, vocabulary]` float32 on the
+        CPU: row t predicts the token after the prompt and the first t continuation tokens, t = 0 .. T - 1. Row 0 comes
+        from the prefill, which attends the whole prompt.
+
+        Raises:
+            InputError, CapacityError: as in `generate`; any error of a sequence is raised.
+        """
+        if len(prompts) != len(continuations) or not all(continuations):
+            raise InputError(f"got {len(prompts)} prompts and {len(continuations)} continuations; give each prompt one")
+        longest = max(len(continuation) for continuation in continuations)
+        requests, _ = self._requests(prompts, {"max_new_tokens": longest, "ignore_eos": True})
+        rows: list[list[torch.Tensor]] = [[] for _ in requests]
+        for request, continuation, mine in zip(requests, continuations, rows, strict=True):
+            request.forced, request.end_ids = list(continuation), frozenset()
+            request.max_tokens = len(request.prompt_ids) + len(continuation)
+            request.on_logits = lambda logits, mine=mine: mine.append(torch.log_softmax(logits, -1).cpu())
+        for event in self._run(requests, None):
+            if event.error is not None:
+                raise event.error
+        return [torch.stack(mine) for mine in rows]
+
     def stats(self) -> RuntimeStats:
         """What the latest call used: tokens, bytes, seconds per phase."""
         return self._stats

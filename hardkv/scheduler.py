@@ -37,6 +37,10 @@ class Request:
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False
     """Set by the consumer: a stop text has appeared."""
+    forced: list[int] | None = None
+    """Tokens to feed whatever the model says (teacher forcing)."""
+    on_logits: Callable[[Tensor], None] | None = None
+    """Told the logits `[vocabulary]` of every step of a forced request."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,27 @@ class Event:
     error: HardKVError | None = None
 
 
+class _ForcedChooser:
+    """Stands in for a sampler where the tokens are given."""
+
+    is_plain = False
+
+    def __init__(self, forced: list[int], on_logits: Callable[[Tensor], None]) -> None:
+        self.rest, self.on_logits = deque(forced), on_logits
+
+    def choose(self, logits: Tensor) -> Choice:
+        self.on_logits(logits)
+        return Choice(self.rest.popleft() if self.rest else 0, None, {})
+
+    def accept(self, token_id: int) -> None:
+        return None
+
+
 @dataclass
 class _Running:
     request: Request
     cascade: Cascade
-    sampler: Sampler
+    sampler: Sampler | _ForcedChooser
     next_id: int = 0
 
 
@@ -117,10 +137,14 @@ class Scheduler:
         except BaseException:
             self.cache.close(cascade)
             raise
-        sampler = Sampler(request.settings, request.seed, request.prompt_ids, self.decoder.device)
-        running = _Running(request, cascade, sampler)
+        running = _Running(request, cascade, self._sampler(request))
         self.running.append(running)
         yield from self._choose(running, logits[0])
+
+    def _sampler(self, request: Request) -> Sampler | _ForcedChooser:
+        if request.forced is not None and request.on_logits is not None:
+            return _ForcedChooser(request.forced, request.on_logits)
+        return Sampler(request.settings, request.seed, request.prompt_ids, self.decoder.device)
 
     def _step(self) -> Iterator[Event]:
         for running in list(self.running):

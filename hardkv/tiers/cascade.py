@@ -22,6 +22,7 @@ class Resident:
 
     slots: Tensor  # [L, H, N] int64, flat slot ids; any slot where not valid
     valid: Tensor  # [L, H, N] bool
+    shown: Tensor  # [L, H, N] bool, valid slots that attention sees
     positions: Tensor  # [L, H, N] int64
     protected: Tensor  # [L, H, N] bool, sinks and local window
     window: Tensor  # [L, H, N] bool, the part of the dense tier that stays there
@@ -65,7 +66,8 @@ class Cascade:
         positions = self.pool.positions.view(-1)[slots].long()
         window = valid & ~older & (column - lengths >= newest - self.local_window)
         protected = (valid & (positions < self.sinks)) | window
-        return Resident(slots=slots, valid=valid, positions=positions, protected=protected, window=window)
+        shown = valid & (self.pool.bias.view(-1)[slots] > float("-inf"))
+        return Resident(slots=slots, valid=valid, shown=shown, positions=positions, protected=protected, window=window)
 
     def gather(self, resident: Resident, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer's resident tokens, `[H, N, D]` each."""

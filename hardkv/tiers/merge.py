@@ -78,8 +78,10 @@ class Merge(CacheTier):
         log_bias = torch.zeros_like(top).scatter_add_(1, group, entropy)[:, :slots]
         self.bias[layer] = log_bias.masked_fill(~filled, float("-inf"))
 
-    def attend(self, layer: int, query: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        return attend_slots(query, self.keys[layer], self.values[layer], self.bias[layer], scaling)
+    def attend(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return attend_slots(query, self.keys[layer], self.values[layer], self.bias[layer], scaling, softcap)
 
     @property
     def allocated_bytes(self) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hardkv_kernels import attend_slots
 from torch import Tensor
 
 from hardkv.interfaces import CacheTier
 from hardkv.memory import PagePool
 from hardkv.types import TierShape, TokenBatch
+from hardkv_kernels import attend_slots
 
 
 class PagedTier(CacheTier):
@@ -61,12 +61,14 @@ class PagedTier(CacheTier):
         columns = torch.arange(self.longest if width is None else width, device=lengths.device)
         return columns < lengths[..., None]
 
-    def attend(self, layer: int, query: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         slots, present = self.slots()[layer], self.present()[layer]
         head_dim = self.pool.head_dim
         bias = self.pool.bias.view(-1)[slots].masked_fill(~present, float("-inf"))
         keys, values = (tensor.view(-1, head_dim)[slots] for tensor in (self.pool.keys, self.pool.values))
-        return attend_slots(query, keys, values, bias, scaling)
+        return attend_slots(query, keys, values, bias, scaling, softcap)
 
     def write(self, layer: int, start: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: TokenBatch) -> None:
         """Write the masked tokens of every head from its slot `start [H]` on, and show them to attention."""

@@ -54,7 +54,7 @@ class SlidingRing:
         self.values[lanes, :, place] = values
         self.bias[lanes, :, place] = 0.0
         owner = torch.arange(batch * heads, device=query.device)
-        out, _ = paged_attention(
+        out, _, _ = paged_attention(
             query.reshape(batch * heads, group, head_dim),
             self.keys.index_select(0, lanes).flatten(0, 1),
             self.values.index_select(0, lanes).flatten(0, 1),

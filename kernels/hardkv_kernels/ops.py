@@ -19,7 +19,7 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     with_probabilities: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `hardkv_kernels.reference.paged_attention`."""
     return reference.paged_attention(
         query, keys, values, bias, owner, scaling, softcap, sink_logits, with_probabilities
@@ -37,10 +37,10 @@ def _paged_attention_fake(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     with_probabilities: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     pages, slots, _ = keys.shape
     shape = (pages, query.shape[1], slots) if with_probabilities else (0,)
-    return torch.empty_like(query), bias.new_empty(shape)
+    return torch.empty_like(query), bias.new_empty(query.shape[:2]), bias.new_empty(shape)
 
 
 @torch.library.custom_op("hardkv::append", mutates_args=("pool_keys", "pool_values"))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 LOWEST = torch.finfo(torch.float32).min
+NEGLIGIBLE = -60.0
+"""Logits this far below the top add nothing to a float32 sum; their exponentials would end as slow denormals."""
 
 
 def paged_attention(
@@ -21,13 +23,13 @@ def paged_attention(
     softcap: float | None,
     sink_logits: Tensor | None,
     with_probabilities: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend one query per owner over the pages it owns, pages being the split-K unit.
 
     `query [O, G, D]`; `keys, values [n, S, D]`, any order of pages; `bias [n, S]` float32, added to the logits: 0 for a
     kept slot, -inf for an empty or dropped one, a log-bias for a merged one; `owner [n]` int64 in [0, O], O for a page
-    that nobody owns. `sink_logits [O, G]` float32 join the denominator only. Gives `out [O, G, D]` in the query's dtype
-    and, when asked, `probabilities [n, G, S]` float32 (else an empty tensor). Softmax and sums accumulate in float32.
+    that nobody owns. `sink_logits [O, G]` float32 join the denominator only. Gives `out [O, G, D]` in the query's dtype,
+    `lse [O, G]` float32 and, when asked, `probabilities [n, G, S]` float32 (else an empty tensor). Softmax and sums accumulate in float32.
     """
     owners, group, head_dim = query.shape
     pages = keys.shape[0]
@@ -42,18 +44,20 @@ def paged_attention(
     top.scatter_reduce_(0, spread, weights.amax(-1), "amax")
     if sink_logits is not None:
         top[:owners] = torch.maximum(top[:owners], sink_logits)
-    weights.sub_(top.index_select(0, owner)[:, :, None]).exp_()
+    weights.sub_(top.index_select(0, owner)[:, :, None])
+    torch.nn.functional.threshold_(weights, NEGLIGIBLE, float("-inf")).exp_()
     total = torch.zeros_like(top).index_add_(0, owner, weights.sum(-1))
     if sink_logits is not None:
         total[:owners] += torch.exp(sink_logits - top[:owners])
+    lse = (top + torch.log(total))[:owners]  # -inf for an owner that sees nothing
     total.clamp_min_(torch.finfo(torch.float32).tiny)
     partial = torch.bmm(weights.to(values.dtype), values)  # [n, G, D]
     out = torch.zeros(owners + 1, group * head_dim, device=query.device, dtype=torch.float32)
     out.index_add_(0, owner, partial.reshape(pages, group * head_dim).float())
     out = out.view(owners + 1, group, head_dim)[:owners] / total[:owners, :, None]
     if not with_probabilities:
-        return out.to(query.dtype), weights.new_empty(0)
-    return out.to(query.dtype), weights.div_(total.index_select(0, owner)[:, :, None])
+        return out.to(query.dtype), lse, weights.new_empty(0)
+    return out.to(query.dtype), lse, weights.div_(total.index_select(0, owner)[:, :, None])
 
 
 def append(pool_keys: Tensor, pool_values: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -53,8 +53,9 @@ def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Li
     """
     layers, heads, slots = claims.value.shape
     shape = (groups, -1, slots)
-    value = claims.value.clamp_min(0.0).masked_fill(~claims.valid | claims.protected, -1.0).reshape(shape)
-    bits = value.contiguous().view(torch.int32)  # order of non-negative floats is the order of their bits
+    # The order of non-negative floats is that of their bits; abs, because -0.0 has the bits of a negative number.
+    value = claims.value.clamp_min(0.0).abs().masked_fill(~claims.valid | claims.protected, -1.0).reshape(shape)
+    bits = value.contiguous().view(torch.int32)
     resident = claims.resident.reshape(groups, -1)
     protected = (claims.protected & claims.valid).sum(-1).reshape(groups, -1)
     cap = torch.maximum(resident.clamp(max=limits.upper), protected)
@@ -74,9 +75,27 @@ def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Li
         low = torch.where(enough, middle, low)
         high = torch.where(enough, high, middle)
     fewer, more = count(high), count(low)
-    ties = more - fewer
-    missing = (total - fewer.sum(-1))[:, None]
-    running = torch.cumsum(ties, -1)
-    shared = running * missing // running[:, -1:].clamp_min(1)
-    shared = torch.diff(shared, dim=-1, prepend=torch.zeros_like(missing))
-    return (fewer + shared).reshape(layers, heads)
+    return (fewer + _share_out(more - fewer, total - fewer.sum(-1))).reshape(layers, heads)
+
+
+def _share_out(ties: Tensor, missing: Tensor) -> Tensor:
+    """Give `missing [groups]` tokens to heads with `ties [groups, heads]` to offer, in proportion, the same shape.
+
+    The r-th token of a head that offers t is taken at level (r - 1/2) / t, lower levels first, then earlier heads: one
+    fixed order, so that a head never gains when others join and less is missing. Proportions rounded anew would let it.
+    """
+    below = torch.zeros_like(missing, dtype=torch.float64)  # tokens at this level <= missing
+    above = torch.ones_like(below)  # tokens at this level >= missing
+
+    def taken(level: Tensor) -> Tensor:
+        return torch.floor(ties * level[:, None] + 0.5).long()
+
+    for _ in range(52):
+        middle = (below + above) / 2
+        few = taken(middle).sum(-1) <= missing
+        below = torch.where(few, middle, below)
+        above = torch.where(few, above, middle)
+    base = taken(below)
+    offered = taken(above) - base
+    left = (missing - base.sum(-1))[:, None]
+    return base + torch.minimum((left - torch.cumsum(offered, -1) + offered).clamp_min(0), offered)

@@ -39,18 +39,19 @@ class TopP(Budget):
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         mass = probabilities.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        ranked, order = torch.sort(probabilities / mass, dim=-1, descending=True, stable=True)
+        # Flipped: among equals the newest is chosen.
+        ranked, order = torch.sort((probabilities / mass).flip(-1), dim=-1, descending=True, stable=True)
         before = torch.cumsum(ranked, -1) - ranked
         chosen = (before < self.config.p) & (ranked > 0)
-        votes = torch.zeros_like(chosen).scatter_(-1, order, chosen) & valid[:, :, None, :]
+        votes = torch.zeros_like(chosen).scatter_(-1, order, chosen).flip(-1) & valid[:, :, None, :]
         return probabilities.amax(2), votes.sum(2, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         protected = (claims.protected & claims.valid).sum(-1)
         resident = claims.resident
         wanted = (((claims.votes > 0) | claims.protected) & claims.valid).sum(-1)
-        cap = self.config.cap_tokens if self.config.cap_tokens is not None else limits.upper
-        wanted = wanted.clamp(min=self.config.floor_tokens, max=max(cap, self.config.floor_tokens))
+        cap = limits.upper if self.config.cap_tokens is None else min(self.config.cap_tokens, limits.upper)
+        wanted = wanted.clamp(min=min(self.config.floor_tokens, cap), max=cap)
         return torch.minimum(torch.maximum(wanted, protected), resident)
 
     def target_tokens(self, seen_tokens: int) -> int | None:

@@ -1,0 +1,7 @@
+"""The command line: `hardkv generate`, `info`, `plugins` and `config`; one file per command."""
+
+from __future__ import annotations
+
+from hardkv.cli.app import main
+
+__all__ = ["main"]
