@@ -174,7 +174,7 @@ class CascadeCache:
         out, complete = prefill.attend(call, window)
         if complete:
             keys, values, queries = prefill.take_layer()
-            with self.watch.phase("compression"):
+            with self.watch.phase("prefill_compression"):
                 if window is not None:
                     self.sliding[call.layer].fill(cascade.lane, keys, values)
                 else:
@@ -189,7 +189,7 @@ class CascadeCache:
     def end_prefill(self, cascade: Cascade) -> None:
         """Settle the selection of the whole prompt."""
         prefill = self._prefills.pop(cascade.lane)
-        with self.watch.phase("compression"):
+        with self.watch.phase("prefill_compression"):
             prefill.finish()
         cascade.seen_tokens = prefill.tokens
         if prefill.selects:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from hardkv_kernels import append, merge_states, paged_attention
+from hardkv_kernels import merge_states, paged_attention
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer
@@ -25,6 +25,7 @@ class DecodeStep:
 
     def __init__(self, pool: PagePool, scorer: OnlineScorer | None, ring: QueryRing | None) -> None:
         self.pool, self.scorer, self.ring = pool, scorer, ring
+        self._flat_keys, self._flat_values = (tensor.view(-1, pool.head_dim) for tensor in (pool.keys, pool.values))
         self.batch: list[Cascade] = []
         self._bound: tuple[int, tuple[int, ...]] = (-1, ())
         self._spans: list[slice] = []
@@ -64,13 +65,9 @@ class DecodeStep:
         owners, group = batch * heads, query_heads // heads
         query = call.query.reshape(owners, group, head_dim)
         pool, span = self.pool, self._spans[index]
-        append(
-            pool.keys,
-            pool.values,
-            self._slots[index],
-            call.keys.reshape(owners, head_dim),
-            call.values.reshape(owners, head_dim),
-        )
+        slots = self._slots[index]
+        self._flat_keys.index_copy_(0, slots, call.keys.reshape(owners, head_dim))
+        self._flat_values.index_copy_(0, slots, call.values.reshape(owners, head_dim))
         sinks = None
         if call.sink_logits is not None:
             sinks = call.sink_logits.float().view(1, heads, group).expand(batch, -1, -1).reshape(owners, group)

@@ -75,9 +75,11 @@ class RuntimeStats:
     mean_tokens_after_compression: float | None
     """Mean over full-attention layers, heads, sequences and compressions."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Per phase: prefill, decode, compression; they do not overlap."""
+    """Per phase, not overlapping: prefill, prefill_compression (selection among the prompt's tokens), decode,
+    compression (the passes while decoding)."""
     generated_tokens: int = 0
-    decode_steps: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    """Wall time of each decode step of the batch, the compressions before it included."""
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary, for JSON."""

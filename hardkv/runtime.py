@@ -20,6 +20,7 @@ from hardkv.model_adapter import Decoder, LoadedModel, load_model, read_geometry
 from hardkv.prompts import read_prompts
 from hardkv.results import Generation, Piece, RuntimeStats, SequenceStats, TokenLogprob
 from hardkv.scheduler import Event, Progress, Request, Scheduler
+from hardkv.stopwatch import PHASES
 
 logger = logging.getLogger(__name__)
 _USABLE_SHARE = 0.8
@@ -55,7 +56,7 @@ class HardKVRuntime:
         """
         ready = load_config(source)
         model = ready.config.model
-        loaded = loaded or load_model(model.id, model.dtype, model.device, model.revision)
+        loaded = loaded or load_model(model.id, model.dtype, model.device, model.revision, model.pack_weights)
         return cls(ready.config, ready.components, loaded)
 
     @overload
@@ -231,13 +232,12 @@ class HardKVRuntime:
             mean_tokens_after_compression=sum(after) / len(after) if after else None,
             seconds=dict(cache.watch.seconds),
             generated_tokens=sum(len(request.generated) for request, _ in ended),
-            decode_steps=scheduler.decode_steps,
+            step_seconds=list(scheduler.step_seconds),
         )
 
     def _empty_stats(self) -> RuntimeStats:
         nothing = [[0.0] * self.geometry.heads for _ in self.geometry.windows]
-        seconds = {"prefill": 0.0, "decode": 0.0, "compression": 0.0}
-        return RuntimeStats(0, nothing, 0, 0, 0, 0, None, seconds)
+        return RuntimeStats(0, nothing, 0, 0, 0, 0, None, dict.fromkeys(PHASES, 0.0))
 
 
 class _Collector:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class Scheduler:
         self.decoder, self.cache, self.chunk_tokens, self.progress = decoder, cache, chunk_tokens, progress
         self.waiting: deque[Request] = deque()
         self.running: list[_Running] = []
-        self.decode_steps = 0
+        self.step_seconds: list[float] = []
         self.kv_bytes = 0
 
     def run(self, requests: list[Request]) -> Iterator[Event]:
@@ -147,6 +148,7 @@ class Scheduler:
         return Sampler(request.settings, request.seed, request.prompt_ids, self.decoder.device)
 
     def _step(self) -> Iterator[Event]:
+        started = time.perf_counter()
         for running in list(self.running):
             if self.cache.due(running.cascade):
                 try:
@@ -163,8 +165,8 @@ class Scheduler:
             device = self.decoder.device
             tokens = torch.tensor([running.next_id for running in batch], device=device)
             logits = self.decoder.decode(tokens, self.cache.step.positions, _StepServer(self.cache))
-            self.decode_steps += 1
             likeliest = logits.argmax(-1).tolist()
+        self.step_seconds.append(time.perf_counter() - started)
         for row, running in enumerate(batch):
             if running.sampler.is_plain:
                 yield from self._take(running, Choice(likeliest[row], None, {}))

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+PHASES = ("prefill", "prefill_compression", "decode", "compression")
+
+
 class Stopwatch:
     """Adds up seconds per phase; a phase inside another is taken out of the outer one."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0, "compression": 0.0}
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._open: list[str] = []
         self._since = 0.0
 

@@ -44,6 +44,11 @@ class ModelSettings(Section):
     device: str = Field(
         default="cpu", min_length=1, description="Torch device, such as cpu or cuda:0; cpu is always there."
     )
+    pack_weights: bool = Field(
+        default=True,
+        description="On a CPU in bfloat16, keep a second copy of the linear weights in oneDNN's layout, if it fits in a"
+        " quarter of the free memory: decode steps take about a quarter less time. No effect elsewhere.",
+    )
     revision: str | None = Field(
         default=None,
         min_length=1,

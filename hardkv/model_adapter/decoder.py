@@ -41,7 +41,7 @@ class Decoder:
         return self._forward(token_ids[:, None], positions[:, None], server)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, server: AttentionServer) -> Tensor:
-        with serving(self.model), torch.no_grad():
+        with serving(self.model), torch.inference_mode():
             output = self.model(
                 input_ids=token_ids,
                 position_ids=positions,

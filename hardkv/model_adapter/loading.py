@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hardkv.model_adapter.packing import can_pack, pack_linears
 from hardkv.errors import ConfigError, HardKVError, ModelNotFoundError, UnsupportedModelError
 
 SMOLLM2 = "smollm2"
@@ -30,8 +31,10 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_model(name: str, dtype: str, device: str, revision: str | None = None) -> LoadedModel:
-    """Load a model for decoding.
+def load_model(
+    name: str, dtype: str, device: str, revision: str | None = None, pack_weights: bool = False
+) -> LoadedModel:
+    """Load a model for decoding; `pack_weights` speeds up bfloat16 on a CPU and does nothing elsewhere.
 
     Raises:
         ModelNotFoundError: nothing loadable under that name; the message says what to do.
@@ -50,6 +53,8 @@ def load_model(name: str, dtype: str, device: str, revision: str | None = None) 
         raise _load_error(name, error) from error
     model.to(place)
     model.eval()
+    if pack_weights and can_pack(model):
+        pack_linears(model)
     return LoadedModel(model, tokenizer)
 
 

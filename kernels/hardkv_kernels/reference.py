@@ -33,15 +33,15 @@ def paged_attention(
     """
     owners, group, head_dim = query.shape
     pages = keys.shape[0]
-    rows = torch.cat([query, query.new_zeros(1, group, head_dim)]).index_select(0, owner)  # [n, G, D]
+    # A page of nobody reads the last owner's query; its weights go to a row of their own that is thrown away.
+    rows = query.index_select(0, owner.clamp(max=owners - 1))  # [n, G, D]
     logits = torch.bmm(rows, keys.transpose(1, 2))  # [n, G, S]
     if softcap is None:
         weights = torch.add(bias[:, None, :], logits, alpha=scaling)
     else:
         weights = torch.tanh(logits.float() * (scaling / softcap)).mul_(softcap).add_(bias[:, None, :])
-    spread = owner[:, None].expand(pages, group)
     top = torch.full((owners + 1, group), LOWEST, device=query.device, dtype=torch.float32)
-    top.scatter_reduce_(0, spread, weights.amax(-1), "amax")
+    top.scatter_reduce_(0, owner[:, None].expand(pages, group), weights.amax(-1), "amax")
     if sink_logits is not None:
         top[:owners] = torch.maximum(top[:owners], sink_logits)
     weights.sub_(top.index_select(0, owner)[:, :, None])
@@ -50,14 +50,14 @@ def paged_attention(
     if sink_logits is not None:
         total[:owners] += torch.exp(sink_logits - top[:owners])
     lse = (top + torch.log(total))[:owners]  # -inf for an owner that sees nothing
-    total.clamp_min_(torch.finfo(torch.float32).tiny)
+    inverse = total.clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_()
     partial = torch.bmm(weights.to(values.dtype), values)  # [n, G, D]
     out = torch.zeros(owners + 1, group * head_dim, device=query.device, dtype=torch.float32)
-    out.index_add_(0, owner, partial.reshape(pages, group * head_dim).float())
-    out = out.view(owners + 1, group, head_dim)[:owners] / total[:owners, :, None]
+    out.index_add_(0, owner, partial.view(pages, group * head_dim).float())
+    out = out.view(owners + 1, group, head_dim)[:owners] * inverse[:owners, :, None]
     if not with_probabilities:
         return out.to(query.dtype), lse, weights.new_empty(0)
-    return out.to(query.dtype), lse, weights.div_(total.index_select(0, owner)[:, :, None])
+    return out.to(query.dtype), lse, weights.mul_(inverse.index_select(0, owner)[:, :, None])
 
 
 def append(pool_keys: Tensor, pool_values: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
