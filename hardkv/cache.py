@@ -10,7 +10,7 @@ from torch import Tensor
 from hardkv.admission import Admission
 from hardkv.config import CacheSettings, Components
 from hardkv.costs import DeviceCosts
-from hardkv.errors import CapacityError, HardKVError, PluginError
+from hardkv.errors import CapacityError, HardKVError
 from hardkv.graph import DecodeStep
 from hardkv.interfaces import OnlineScorer
 from hardkv.memory import PagePool
@@ -106,9 +106,11 @@ class CascadeCache:
         """Bytes allocated, whether in use or not."""
         return self.kv_bytes - self.pool.used_bytes + self.pool.reserved_bytes
 
-    def note_peak(self, transient_bytes: int = 0) -> None:
-        """Record the bytes held now, with what is held only for a moment."""
-        self.peak_bytes = max(self.peak_bytes, self.kv_bytes + transient_bytes)
+    def note_peak(self, transient_bytes: int = 0) -> int:
+        """Record the bytes held now, with what is held only for a moment; gives the bytes in use."""
+        held = self.kv_bytes
+        self.peak_bytes = max(self.peak_bytes, held + transient_bytes)
+        return held
 
     def has_room(self, total_tokens: int) -> bool:
         """Whether a sequence that grows to `total_tokens` can be opened now."""
@@ -237,24 +239,17 @@ class CascadeCache:
     def _selected_layout(self, cascade: Cascade, resident: Resident) -> Layout:
         assert self.parts is not None
         parts, limits = self.parts, self.admission.limits(cascade.seen_tokens)
-        try:
-            claims = Claims.stack(
-                [
-                    claim_layer(
-                        parts,
-                        self._view(cascade, resident, index),
-                        resident.protected[index][None],
-                        cascade.calibration[index],
-                    )
-                    for index in range(self.pool.layers)
-                ]
+        claims = [
+            claim_layer(
+                parts,
+                self._view(cascade, resident, index),
+                resident.protected[index][None],
+                cascade.calibration[index],
             )
-            keep = select(parts, claims, limits)
-            layout = lay_out(parts, keep, resident.valid, self._cost_model(), limits)
-        except HardKVError:
-            raise
-        except Exception as error:
-            raise PluginError(f"a component failed in a compression pass: {type(error).__name__}: {error}") from error
+            for index in range(self.pool.layers)
+        ]
+        keep = select(parts, Claims.stack(claims), limits)
+        layout = lay_out(parts, keep, resident.valid, self._cost_model(), limits)
         if self._pages_after(cascade, resident, layout) > self._reserved_pages[cascade.lane]:
             everywhere = torch.ones_like(layout.rewrite)
             return Layout(layout.keep, everywhere, layout.keep.sum(-1))
@@ -308,9 +303,7 @@ class CascadeCache:
 
         return drop
 
-    def _place(
-        self, cascade: Cascade, tokens: int, index: int, mask: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
+    def _place(self, cascade: Cascade, tokens: int, index: int, mask: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put a prompt's kept tokens of one layer into the dense and the sparse tier; `keys [sum of mask, D]`."""
         heads, device = mask.shape[0], mask.device
         positions = torch.arange(tokens, device=device).expand(heads, tokens)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from hardkv_kernels import merge_states, paged_attention
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer
@@ -18,6 +17,7 @@ from hardkv.query_ring import QueryRing
 from hardkv.tiers.cascade import Cascade
 from hardkv.tiers.sliding import SlidingRing
 from hardkv.types import AttentionCall
+from hardkv_kernels import merge_states, paged_attention
 
 
 class DecodeStep:
@@ -89,9 +89,7 @@ class DecodeStep:
         if self.scorer is not None:
             self.scorer.update(pool.statistic[span], probabilities)
         if self.ring is not None:
-            self.ring.write(
-                index, self._lanes, self.positions, call.query.view(batch, heads, group, head_dim)
-            )
+            self.ring.write(index, self._lanes, self.positions, call.query.view(batch, heads, group, head_dim))
         return out.view(batch, 1, query_heads, head_dim)
 
     def _with_last_tiers(

@@ -77,7 +77,9 @@ class HardKVCache(BridgeCache):
         if not self._rows:
             self._open(batch, tokens, attention_mask)
         elif batch != len(self._rows):
-            raise InputError(f"this cache holds {len(self._rows)} rows, {batch} came; make a new HardKVCache for each call")
+            raise InputError(
+                f"this cache holds {len(self._rows)} rows, {batch} came; make a new HardKVCache for each call"
+            )
         elif tokens != 1:
             raise InputError(
                 f"this cache has seen {self._seen} tokens and takes one token per step from here on, {tokens} came; "

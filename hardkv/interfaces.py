@@ -179,9 +179,7 @@ class CacheTier(Component):
         """
 
     @abstractmethod
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend `query [H, G, D]` over this tier alone: `(out [H, G, D] float32, lse [H, G] float32)`.
 
         An empty tier answers zeros and -inf.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from hardkv.config import Components
-from hardkv.errors import PluginError
+from hardkv.errors import HardKVError, PluginError
+from hardkv.interfaces import Component
 from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection
 
 
@@ -16,27 +20,33 @@ def claim_layer(parts: Components, view: ScoreView, protected: Tensor, state: di
     Raises:
         PluginError: the scorer gave a wrong shape or a value that is not finite.
     """
-    scores = parts.scorer.score(view)
+    with _blaming("scorer", parts.scorer):
+        scores = parts.scorer.score(view)
     _check_scores(parts.scorer.name, scores, view)
     if parts.calibrates:
         reference = _reference_rows(view, scores.shape[2]) if parts.calibrator.needs_reference else None
-        scores = parts.calibrator.calibrate(scores, reference, view.valid, state)
+        with _blaming("calibrator", parts.calibrator):
+            scores = parts.calibrator.calibrate(scores, reference, view.valid, state)
         if view.queries is not None and scores.shape[2] > 1:  # a row that was never written has no say
             scores = scores * view.row_valid[:, None, :, None]
-    value, votes = parts.budget.claim(scores, view.valid)
+    with _blaming("budget", parts.budget):
+        value, votes = parts.budget.claim(scores, view.valid)
     return Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid)
 
 
 def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
     """Choose the slots to keep, `[L, H, N]` bool, for the layers scored so far."""
     pooled = _pool(parts.regularizer.mode, claims)
-    return keep_best(pooled, parts.budget.counts(pooled, limits), parts.budget.votes)
+    with _blaming("budget", parts.budget):
+        counts = parts.budget.counts(pooled, limits)
+    return keep_best(pooled, counts, parts.budget.votes)
 
 
 def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, limits: Limits) -> Layout:
     """Let the regularizer decide between compacting and masking; `valid [L, H, N]` marks every slot held."""
     selection = Selection(keep=keep, valid=valid, held_slots=valid.sum(-1))
-    return parts.regularizer.layout(selection, cost, limits)
+    with _blaming("regularizer", parts.regularizer):
+        return parts.regularizer.layout(selection, cost, limits)
 
 
 def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
@@ -49,6 +59,17 @@ def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
         order = order.gather(-1, torch.sort(ballots, dim=-1, descending=True, stable=True).indices)
     chosen = torch.arange(order.shape[-1], device=order.device) < counts[..., None]
     return torch.zeros_like(chosen).scatter_(-1, order, chosen).flip(-1) & claims.valid
+
+
+@contextmanager
+def _blaming(kind: str, component: Component) -> Iterator[None]:
+    """Turn whatever a component raises into a `PluginError` with its name."""
+    try:
+        yield
+    except HardKVError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{kind} '{component.name}' raised {type(error).__name__}: {error}") from error
 
 
 def _pool(mode: str, claims: Claims) -> Claims:

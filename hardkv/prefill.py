@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from hardkv_kernels import causal_attention
 from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.interfaces import OnlineScorer
 from hardkv.pipeline import claim_layer, select
 from hardkv.types import AttentionCall, Claims, Limits, ScoreView, TokenBatch
+from hardkv_kernels import causal_attention
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Prefill:
         place: Callable[[int, Tensor, Tensor, Tensor], None],
         drop: Callable[[int, TokenBatch], None] | None,
         calibration: list[dict[str, Tensor]],
-        report_bytes: Callable[[int], None],
+        report_bytes: Callable[[int], int],
     ) -> None:
         self.parts, self.limits, self.tokens, self.rows = parts, limits, tokens, min(rows, tokens)
         self.place, self.drop, self.calibration, self.report_bytes = place, drop, calibration, report_bytes

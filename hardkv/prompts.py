@@ -33,7 +33,9 @@ def read_prompts(prompts: Any, tokenizer: Any, vocabulary: int) -> Prompts:
     """
     if isinstance(prompts, torch.Tensor):
         if prompts.ndim not in (1, 2) or prompts.is_floating_point():
-            raise InputError(f"expected {EXPECTED}; got a tensor of shape {tuple(prompts.shape)} and type {prompts.dtype}")
+            raise InputError(
+                f"expected {EXPECTED}; got a tensor of shape {tuple(prompts.shape)} and type {prompts.dtype}"
+            )
         prompts = prompts.tolist()
     single = _is_one(prompts)
     many = [prompts] if single else prompts
@@ -56,7 +58,7 @@ def read_prompts(prompts: Any, tokenizer: Any, vocabulary: int) -> Prompts:
 def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
-    if not isinstance(prompts, Sequence) or not len(prompts):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence) or not len(prompts):
         return False
     return isinstance(prompts[0], int | Mapping)
 
@@ -84,7 +86,9 @@ def _read_chat(chat: Sequence[Any], tokenizer: Any, index: int, count: int) -> l
                 f"{{'role': 'user', 'content': 'Hello'}}; got keys {sorted(map(str, message))}"
             )
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{_where(index, count)} is a chat, but this model's tokenizer has no chat template; pass text")
+        raise InputError(
+            f"{_where(index, count)} is a chat, but this model's tokenizer has no chat template; pass text"
+        )
     encoded = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=True, return_dict=True)
     return [int(token) for token in encoded["input_ids"]]
 

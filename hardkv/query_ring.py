@@ -10,7 +10,15 @@ class QueryRing:
     """A ring of the last `rows` post-RoPE queries per layer and lane, each at its own position."""
 
     def __init__(
-        self, layers: int, lanes: int, heads: int, group: int, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        lanes: int,
+        heads: int,
+        group: int,
+        rows: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.rows = rows
         self.queries = torch.zeros(layers, lanes, rows, heads, group, head_dim, dtype=dtype, device=device)

@@ -37,9 +37,7 @@ class HardKVRuntime:
         self._decoder = Decoder(loaded.model)
         self.geometry = read_geometry(loaded.model)
         self.costs = measure_costs(self.geometry.device, self.geometry.dtype)
-        self._cache = CascadeCache(
-            self.geometry, config.cache, components if config.compression else None, self.costs
-        )
+        self._cache = CascadeCache(self.geometry, config.cache, components if config.compression else None, self.costs)
         self._stats = self._empty_stats()
 
     @classmethod
@@ -166,7 +164,9 @@ class HardKVRuntime:
                     f"prompt {index} has {len(ids)} tokens; the model has {room} positions, one is needed for an answer"
                 )
             if len(ids) + settings.max_new_tokens > room:
-                logger.warning("prompt %d: only %d tokens fit after it, fewer than max_new_tokens", index, room - len(ids))
+                logger.warning(
+                    "prompt %d: only %d tokens fit after it, fewer than max_new_tokens", index, room - len(ids)
+                )
             total = min(len(ids) + settings.max_new_tokens, room)
             requests.append(Request(index, ids, settings, seed + index, ends, total))
         self._check_memory(requests)
@@ -291,5 +291,3 @@ def _overridden(settings: GenerationSettings, overrides: dict[str, Any]) -> Gene
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{name}: {first['msg']} (got {first['input']!r})") from None
-
-

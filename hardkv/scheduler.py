@@ -161,7 +161,7 @@ class Scheduler:
         batch = list(self.running)
         with self.cache.watch.phase("decode"):
             self.cache.begin_step([running.cascade for running in batch])
-            self.kv_bytes = self.cache.kv_bytes
+            self.kv_bytes = self.cache.note_peak()
             device = self.decoder.device
             tokens = torch.tensor([running.next_id for running in batch], device=device)
             logits = self.decoder.decode(tokens, self.cache.step.positions, _StepServer(self.cache))

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 PHASES = ("prefill", "prefill_compression", "decode", "compression")
 
 

@@ -13,9 +13,6 @@ from hardkv.errors import UnsupportedModelError
 from hardkv.model_adapter import LoadedModel, read_geometry
 from tests.tiny_models import FAMILIES, loaded, tiny_model
 
-# transformers 5.24 renames the argument to `cache`; users of both versions write `past_key_values`.
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-
 KEEP_ALL: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "cache": {"sinks": 2, "local_window": 8, "query_rows": 16, "interval": 16, "page_slots": 8},

@@ -63,7 +63,9 @@ def test_a_step_attends_every_tier(last: type[CacheTier]) -> None:
             answers = [tier.attend(layer, query, 0.25) for tier in (one.sparse, one.dense, one.last)]
             expected, total = merge_states([answer[0] for answer in answers], [answer[1] for answer in answers])
             torch.testing.assert_close(out[row, 0].view(HEADS, GROUP, HEAD_DIM), expected, atol=2e-6, rtol=1e-5)
-            seen = [pool.statistic.view(-1)[tier.slots()[layer]] * tier.present()[layer] for tier in (one.sparse, one.dense)]
+            seen = [
+                pool.statistic.view(-1)[tier.slots()[layer]] * tier.present()[layer] for tier in (one.sparse, one.dense)
+            ]
             mass = torch.exp(torch.logaddexp(answers[0][1], answers[1][1]) - total).mean(1)
             torch.testing.assert_close(torch.cat(seen, -1).sum(-1), mass, atol=2e-6, rtol=1e-5)
 

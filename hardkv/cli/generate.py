@@ -179,14 +179,14 @@ def _prefill_bar() -> Iterator[tuple[Progress, Any]]:
 
 def _stats_table(stats: RuntimeStats, finish_reason: str) -> Any:
     seconds = stats.seconds
-    rate = stats.decode_steps / seconds["decode"] if seconds["decode"] else 0.0
+    rate = len(stats.step_seconds) / seconds["decode"] if seconds["decode"] else 0.0
     mean = stats.mean_tokens_after_compression
     return facts(
         "Statistics",
         {
             "prompt tokens": stats.tokens_seen - max(0, stats.generated_tokens - 1),
             "generated tokens": f"{stats.generated_tokens} (ended by: {finish_reason})",
-            "prefill": f"{seconds['prefill']:.2f} s",
+            "prefill": f"{seconds['prefill']:.2f} s, {seconds['prefill_compression']:.2f} s to select",
             "decode": f"{seconds['decode']:.2f} s, {rate:.1f} steps/s",
             "compression": f"{seconds['compression']:.2f} s, {stats.compressions} passes",
             "tokens kept": "all" if mean is None else f"{mean:.1f} per head, mean after compression",

@@ -70,7 +70,9 @@ class BridgeCache(Cache):
         raise NotImplementedError("HardKVCache does not support beam search; use num_beams=1")
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("HardKVCache cannot be cropped: dropped tokens are gone (assisted decoding needs crop)")
+        raise NotImplementedError(
+            "HardKVCache cannot be cropped: dropped tokens are gone (assisted decoding needs crop)"
+        )
 
 
 def bridge(model: PreTrainedModel) -> None:
@@ -103,5 +105,3 @@ def bridge(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
     setattr(model, _BRIDGED, True)
-
-

@@ -74,7 +74,9 @@ def _geometry_from_calls(
         )
     shapes = {(call.keys.shape[1], call.query.shape[1], call.keys.shape[3], call.values.shape[3]) for call, _ in calls}
     if len(shapes) > 1:
-        raise UnsupportedModelError(f"model type '{kind}' cannot be served: its layers differ in heads or head size {shapes}")
+        raise UnsupportedModelError(
+            f"model type '{kind}' cannot be served: its layers differ in heads or head size {shapes}"
+        )
     heads, query_heads, head_dim, value_dim = shapes.pop()
     if head_dim != value_dim or query_heads % heads:
         raise UnsupportedModelError(
@@ -82,9 +84,7 @@ def _geometry_from_calls(
             f"KV heads for {query_heads} query heads"
         )
     positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
-    windows = tuple(
-        window if window is not None and window < positions else None for _, window in calls
-    )
+    windows = tuple(window if window is not None and window < positions else None for _, window in calls)
     if all(window is not None for window in windows):
         raise UnsupportedModelError(
             f"model type '{kind}' has only sliding-window layers here: its cache is bounded already, there is nothing to "

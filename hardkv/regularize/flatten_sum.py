@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from hardkv.regularize.modal import ModalRegularizer
 from hardkv.types import CostModel, Layout, Limits, Selection
 

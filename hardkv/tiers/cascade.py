@@ -31,7 +31,9 @@ class Resident:
 class Cascade:
     """One sequence's tiers. `lane` is its place in the batch, which owns its pages."""
 
-    def __init__(self, pool: PagePool, lane: int, sinks: int, local_window: int, interval: int, last: CacheTier) -> None:
+    def __init__(
+        self, pool: PagePool, lane: int, sinks: int, local_window: int, interval: int, last: CacheTier
+    ) -> None:
         self.pool, self.lane = pool, lane
         self.sinks, self.local_window = sinks, local_window
         self.dense = DenseTier(pool, lane, local_window + interval)
@@ -86,9 +88,10 @@ class Cascade:
         stays = torch.where(rewrite, keep, resident.valid) & ~resident.window
         if drop is not None:
             self._drop(resident, resident.valid & ~keep & ~resident.window & rewrite, drop)
-        is_dense = torch.arange(keep.shape[-1], device=keep.device) >= torch.from_numpy(self.sparse.lengths).to(
-            keep.device
-        )[..., None]
+        is_dense = (
+            torch.arange(keep.shape[-1], device=keep.device)
+            >= torch.from_numpy(self.sparse.lengths).to(keep.device)[..., None]
+        )
         rank = torch.cumsum(stays, -1) - 1
         moved = stays & (rewrite | is_dense)
         flat_keys, flat_values = pool.keys.view(-1, head_dim), pool.values.view(-1, head_dim)

@@ -20,9 +20,7 @@ class Evict(CacheTier):
     def admit(self, layer: int, tokens: TokenBatch) -> None:
         return None
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         lse = torch.full(query.shape[:-1], float("-inf"), device=query.device)
         return torch.zeros(query.shape, dtype=torch.float32, device=query.device), lse
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from hardkv_kernels import attend_slots
 from torch import Tensor
 
 from hardkv.errors import CapacityError
 from hardkv.interfaces import CacheTier, Options
 from hardkv.types import TierShape, TokenBatch
+from hardkv_kernels import attend_slots
 
 
 class Merge(CacheTier):
@@ -78,9 +78,7 @@ class Merge(CacheTier):
         log_bias = torch.zeros_like(top).scatter_add_(1, group, entropy)[:, :slots]
         self.bias[layer] = log_bias.masked_fill(~filled, float("-inf"))
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         return attend_slots(query, self.keys[layer], self.values[layer], self.bias[layer], scaling, softcap)
 
     @property

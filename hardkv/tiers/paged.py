@@ -61,9 +61,7 @@ class PagedTier(CacheTier):
         columns = torch.arange(self.longest if width is None else width, device=lengths.device)
         return columns < lengths[..., None]
 
-    def attend(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         slots, present = self.slots()[layer], self.present()[layer]
         head_dim = self.pool.head_dim
         bias = self.pool.bias.view(-1)[slots].masked_fill(~present, float("-inf"))

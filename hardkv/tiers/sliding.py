@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hardkv_kernels import paged_attention
 from torch import Tensor
+
+from hardkv_kernels import paged_attention
 
 
 class SlidingRing:
@@ -15,6 +16,7 @@ class SlidingRing:
         self.keys = torch.zeros(lanes, heads, window, head_dim, dtype=like.dtype, device=like.device)
         self.values = torch.zeros_like(self.keys)
         self.bias = torch.full((lanes, heads, window), float("-inf"), device=like.device)
+        self._shown = torch.zeros((), device=like.device)  # a Python number would be copied to the device each step
 
     @property
     def allocated_bytes(self) -> int:
@@ -52,7 +54,7 @@ class SlidingRing:
         place = positions % self.window
         self.keys[lanes, :, place] = keys
         self.values[lanes, :, place] = values
-        self.bias[lanes, :, place] = 0.0
+        self.bias[lanes, :, place] = self._shown
         owner = torch.arange(batch * heads, device=query.device)
         out, _, _ = paged_attention(
             query.reshape(batch * heads, group, head_dim),

@@ -15,7 +15,9 @@ class TargetOptions(Options):
     """A target in tokens per head, or as a share of the tokens seen."""
 
     mean_tokens: int | None = Field(
-        default=None, ge=1, description="Mean tokens kept per head after a compression, sinks and local window included."
+        default=None,
+        ge=1,
+        description="Mean tokens kept per head after a compression, sinks and local window included.",
     )
     mean_share: float | None = Field(
         default=None, gt=0.0, le=1.0, description="The same as a share of the tokens seen; give one of the two."
@@ -43,15 +45,16 @@ class FlooredTargetOptions(TargetOptions):
     )
 
 
-def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Limits, groups: int) -> Tensor:
-    """Counts `[L, H]` such that one threshold per group meets the group's total.
+def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Limits, per_layer: bool) -> Tensor:
+    """Counts `[L, H]` such that one threshold meets the mean target, for the whole model or in each layer.
 
-    The L layers are cut into `groups` equal groups. In each, a head keeps its protected tokens and those whose value
+    A head keeps its protected tokens and those whose value
     reaches tau, clamped to [floor, cap]; tau is bisected over the bits of a non-negative float32, so it is exact. Ties
     at tau are shared out in proportion. Layers not scored yet (`limits.total_layers`) leave their tokens to the others,
     so a later call, with more layers, only ever lowers a count.
     """
     layers, heads, slots = claims.value.shape
+    groups = layers if per_layer else 1
     shape = (groups, -1, slots)
     # The order of non-negative floats is that of their bits; abs, because -0.0 has the bits of a negative number.
     value = claims.value.clamp_min(0.0).abs().masked_fill(~claims.valid | claims.protected, -1.0).reshape(shape)
@@ -60,7 +63,7 @@ def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Li
     protected = (claims.protected & claims.valid).sum(-1).reshape(groups, -1)
     cap = torch.maximum(resident.clamp(max=limits.upper), protected)
     floor = torch.minimum(torch.maximum(protected, protected.new_tensor(max(1, round(floor_share * target)))), cap)
-    total = torch.full_like(cap.sum(-1), target * heads * limits.total_layers // (groups if groups == 1 else limits.total_layers))
+    total = torch.full_like(cap.sum(-1), target * heads * (1 if per_layer else limits.total_layers))
     total = torch.minimum(torch.maximum(total, floor.sum(-1)), cap.sum(-1))
 
     def count(tau: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Threshold(Budget):
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         target = self.config.target_tokens(limits.seen_tokens)
-        return threshold_counts(claims, target, self.config.floor_share, limits, groups=1)
+        return threshold_counts(claims, target, self.config.floor_share, limits, per_layer=False)
 
     def target_tokens(self, seen_tokens: int) -> int | None:
         return self.config.target_tokens(seen_tokens)

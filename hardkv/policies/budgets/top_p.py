@@ -17,10 +17,10 @@ class TopPOptions(Options):
     """Options of `top_p`."""
 
     p: float = Field(default=0.95, gt=0.0, le=1.0, description="Probability mass each row's own set must cover.")
-    floor_tokens: int = Field(default=64, ge=1, description="No head keeps fewer; lean heads err most (DESIGN: fidelity).")
-    cap_tokens: int | None = Field(
-        default=None, ge=1, description="No head keeps more; null = `cache.upper`."
+    floor_tokens: int = Field(
+        default=64, ge=1, description="No head keeps fewer; lean heads err most (DESIGN: fidelity)."
     )
+    cap_tokens: int | None = Field(default=None, ge=1, description="No head keeps more; null = `cache.upper`.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
