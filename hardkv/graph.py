@@ -71,7 +71,7 @@ class DecodeStep:
         sinks = None
         if call.sink_logits is not None:
             sinks = call.sink_logits.float().view(1, heads, group).expand(batch, -1, -1).reshape(owners, group)
-        out, lse, probabilities = paged_attention(
+        answer: tuple[Tensor, Tensor, Tensor] = paged_attention(
             query,
             pool.keys[span],
             pool.values[span],
@@ -82,6 +82,7 @@ class DecodeStep:
             sinks,
             self.scorer is not None,
         )
+        out, lse, probabilities = answer
         if self._last_tiers:
             out, share = self._with_last_tiers(index, call, query, out, lse)
             if self.scorer is not None:
@@ -142,8 +143,8 @@ class DecodeStep:
             owner = pool.manager.owner[span]
             lane = np.where(owner == FREE, -1, owner // heads)
             lane = np.where(lane < len(row_of_lane) - 1, lane, -1)
-            row = row_of_lane[lane]  # lane -1 reads the last entry, which is FREE
-            owners = np.where(row == FREE, nobody, row * heads + owner % heads)
+            rows = row_of_lane[lane]  # lane -1 reads the last entry, which is FREE
+            owners = np.where(rows == FREE, nobody, rows * heads + owner % heads)
             self._spans.append(span)
             self._owners.append(torch.from_numpy(owners).to(device))
         self._dense_slots = torch.stack([cascade.dense.slots(cascade.dense.capacity) for cascade in batch], 1)

@@ -60,7 +60,7 @@ class PageManager:
         if len(free) < len(owners):
             raise CapacityError(f"layer {layer} needs {len(owners)} pages, its region has {len(free)} free")
         self.owner[free] = owners
-        return free
+        return np.asarray(free, dtype=np.int64)
 
     def release(self, pages: Pages) -> None:
         """Give pages back.

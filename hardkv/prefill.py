@@ -105,8 +105,9 @@ class Prefill:
         return out, self._filled == self.tokens
 
     def take_layer(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Hand over the complete layer's `keys, values [H, N, D]` and last `queries [H, G, W, D]`; ready for the next."""
-        assert self._keys is not None and self._values is not None
+        """Hand over the complete layer's `keys, values [H, N, D]` and last `queries [H, G, W, D]`."""
+        assert self._keys is not None
+        assert self._values is not None
         queries = torch.cat(self._queries, 2)[:, :, -self.rows :]
         layer = (self._keys, self._values, queries)
         self._keys, self._values, self._queries, self._filled = None, None, [], 0

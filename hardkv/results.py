@@ -41,7 +41,7 @@ class Generation:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    """`stop`: an end token or a stop text; `length`: the token limit; `error`: see `error`, the text is what came first."""
+    """`stop`: an end token or a stop text; `length`: the token limit; `error`: see `error`, the text came before it."""
     logprobs: list[TokenLogprob] | None
     stats: SequenceStats
     error: str | None = None

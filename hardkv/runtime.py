@@ -153,7 +153,8 @@ class HardKVRuntime:
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
             raise InputError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}")
         settings = _overridden(self.config.generation, overrides)
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = self.model.get_input_embeddings()
+        vocabulary = int(embeddings.weight.shape[0])
         read = read_prompts(prompts, self.tokenizer, vocabulary)
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else self._end_ids())
         requests = []
@@ -268,7 +269,9 @@ class _Collector:
         return Piece(text, chosen.token_id, logprob)
 
     def result(self) -> Generation:
-        assert self.end is not None and self.end.finish_reason is not None and self.end.stats is not None
+        assert self.end is not None
+        assert self.end.finish_reason is not None
+        assert self.end.stats is not None
         return Generation(
             text=self.text,
             token_ids=list(self.request.generated),

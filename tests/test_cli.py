@@ -148,7 +148,7 @@ def test_json_result_has_text_tokens_and_statistics(call: Call, run_yaml: str) -
     assert found["stats"]["prompt_tokens"] == 150
     assert found["runtime"]["compressions"] >= 1
     assert found["runtime"]["mean_tokens_after_compression"] == pytest.approx(64, rel=0.02)
-    assert set(found["runtime"]["seconds"]) == {"prefill", "decode", "compression"}
+    assert set(found["runtime"]["seconds"]) == {"prefill", "prefill_compression", "decode", "compression"}
 
 
 def test_live_text_is_that_of_the_json(call: Call, run_yaml: str) -> None:

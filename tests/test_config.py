@@ -186,7 +186,8 @@ class TestUnknownKeys:
 
     def test_message(self) -> None:
         assert refused({"model": {"dtyp": "float32"}}) == (
-            "config: model.dtyp: unknown key (got 'float32'). Did you mean 'dtype'? Known: id, dtype, device, revision"
+            "config: model.dtyp: unknown key (got 'float32'). Did you mean 'dtype'? Known: id, dtype, device,"
+            " pack_weights, revision"
         )
 
     def test_a_key_in_the_wrong_place_names_the_right_one(self) -> None:

@@ -70,7 +70,7 @@ def test_a_step_attends_every_tier(last: type[CacheTier]) -> None:
             torch.testing.assert_close(torch.cat(seen, -1).sum(-1), mass, atol=2e-6, rtol=1e-5)
 
 
-class _NoSync(TorchDispatchMode):
+class _NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Refuses every operation that would make the host wait for the device."""
 
     forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "is_nonzero", "equal")
@@ -86,8 +86,8 @@ def test_the_attention_of_a_step_never_waits_for_the_device() -> None:
     batch = [cascade(pool, lane, Evict()) for lane in range(2)]
     step = DecodeStep(pool, H2O(), None)
     step.begin(batch)
-    with _NoSync():
+    with _NoSync():  # type: ignore[no-untyped-call]
         for layer in range(LAYERS):
             step.attend(layer, call(layer, 2, layer))
-    with pytest.raises(AssertionError, match="waits for the device"), _NoSync():
+    with pytest.raises(AssertionError, match="waits for the device"), _NoSync():  # type: ignore[no-untyped-call]
         torch.ones(1).item()

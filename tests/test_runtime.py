@@ -13,7 +13,7 @@ from hardkv.errors import CapacityError, ConfigError, HardKVError, ModelNotFound
 from hardkv.model_adapter import LoadedModel
 from hardkv.scheduler import Request, Scheduler, _StepServer
 from tests.test_families import stock
-from tests.tiny_models import VOCABULARY, loaded
+from tests.tiny_models import VOCABULARY, hf_generate, loaded
 
 CACHE = {"sinks": 2, "local_window": 8, "query_rows": 16, "interval": 16, "page_slots": 8}
 BASE: dict[str, Any] = {
@@ -300,7 +300,8 @@ def test_six_rounds_keep_sinks_window_and_position_order(model: LoadedModel) -> 
         config = {**BASE, "scorer": {"name": scorer, **({"rows": 16} if scorer == "snapkv" else {})}}
         cache = HardKVCache(model.model, config)
         ids = torch.tensor([prompt(17, 120)])
-        model.model.generate(
+        hf_generate(
+            model.model,
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=6 * 16 + 10,
@@ -367,10 +368,10 @@ def test_every_component_runs_and_meets_its_budget(model: LoadedModel, override:
 
 def test_window_max_is_the_same_online_and_over_the_query_window(model: LoadedModel) -> None:
     ids = prompt(21, 120)
+    rewrite: dict[str, Any] = {**BASE, "regularizer": {"name": "rewrite"}}
     both = [
         HardKVRuntime.from_config(
-            {**BASE, "scorer": {"name": "window_max", "online": online}, "regularizer": {"name": "rewrite"}},
-            loaded=model,
+            {**rewrite, "scorer": {"name": "window_max", "online": online}}, loaded=model
         ).generate(ids, max_new_tokens=50, ignore_eos=True)
         for online in (True, False)
     ]
@@ -425,7 +426,7 @@ def test_a_scorer_that_breaks_takes_down_its_own_sequence_only(model: LoadedMode
     assert runtime._cache.pool.used_bytes == 0
 
 
-class _NoSync(TorchDispatchMode):
+class _NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "is_nonzero", "equal")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -446,6 +447,6 @@ def test_the_model_s_decode_step_makes_no_host_sync(family: str) -> None:
         list(scheduler._admit(request))
     cache.begin_step([running.cascade for running in scheduler.running])
     tokens = torch.tensor([1, 2])
-    with _NoSync():
+    with _NoSync():  # type: ignore[no-untyped-call]
         logits = decoder.decode(tokens, cache.step.positions, _StepServer(cache))
     assert logits.shape == (2, VOCABULARY)

@@ -52,7 +52,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model of a family, float32, with weights large enough that attention is not flat."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES.get(family, {}), **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2 and "embed" not in name and "lm_head" not in name:
@@ -62,6 +62,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     model.eval()
     model.generation_config.eos_token_id = 257
     model.generation_config.pad_token_id = 258
+    assert isinstance(model, PreTrainedModel)
     return model
 
 
@@ -84,3 +85,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def loaded(family: str = "llama", **overrides: Any) -> LoadedModel:
     """A tiny model with its tokenizer."""
     return LoadedModel(tiny_model(family, **overrides), tiny_tokenizer())
+
+
+def hf_generate(model: Any, *inputs: Any, **arguments: Any) -> Any:
+    """`model.generate`, whose annotations hide what it is."""
+    return model.generate(*inputs, **arguments)

@@ -21,7 +21,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, owner: BridgeCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated there
         self.owner = owner
         self.is_initialized = True
 

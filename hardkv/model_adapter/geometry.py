@@ -70,7 +70,8 @@ def _geometry_from_calls(
     layers = int(getattr(config, "num_hidden_layers", len(calls)))
     if [call.layer for call, _ in calls] != list(range(layers)):
         raise UnsupportedModelError(
-            f"model type '{kind}' cannot be served: {len(calls)} of its {layers} layers used the standard attention call"
+            f"model type '{kind}' cannot be served: {len(calls)} of its {layers} layers used the standard "
+            "attention call"
         )
     shapes = {(call.keys.shape[1], call.query.shape[1], call.keys.shape[3], call.values.shape[3]) for call, _ in calls}
     if len(shapes) > 1:
@@ -87,8 +88,8 @@ def _geometry_from_calls(
     windows = tuple(window if window is not None and window < positions else None for _, window in calls)
     if all(window is not None for window in windows):
         raise UnsupportedModelError(
-            f"model type '{kind}' has only sliding-window layers here: its cache is bounded already, there is nothing to "
-            "compress"
+            f"model type '{kind}' has only sliding-window layers here: its cache is bounded already, there is nothing "
+            "to compress"
         )
     call = calls[0][0]
     return ModelGeometry(

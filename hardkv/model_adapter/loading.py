@@ -51,7 +51,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision or "main")
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise _load_error(name, error) from error
-    model.to(place)
+    model.to(place)  # type: ignore[arg-type]  # its decorator hides the annotation
     model.eval()
     if pack_weights and can_pack(model):
         pack_linears(model)

@@ -19,12 +19,7 @@ _MOST_OF_FREE_MEMORY = 0.25
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether this model, device and build of torch can use packed weights."""
     kernels = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return bool(
-        kernels
-        and torch.backends.mkldnn.is_available()
-        and model.device.type == "cpu"
-        and model.dtype == torch.bfloat16
-    )
+    return bool(kernels and torch._C._has_mkldnn and model.device.type == "cpu" and model.dtype == torch.bfloat16)
 
 
 def pack_linears(model: PreTrainedModel) -> int:
@@ -41,7 +36,7 @@ def pack_linears(model: PreTrainedModel) -> int:
         logger.info("weights are not packed: the copies need %d bytes, %d are free", needed, free)
         return 0
     for module in linears:
-        module.forward = _packed_forward(module)
+        setattr(module, "forward", _packed_forward(module))  # noqa: B010 (mypy refuses the plain assignment)
     return needed
 
 

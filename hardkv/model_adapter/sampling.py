@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,8 +61,8 @@ class Sampler:
         """Choose from `logits [vocabulary]` float32."""
         scores = logits[None]
         if self.processors:
-            seen = torch.tensor([self.history], device=logits.device)
-            scores = self.processors(seen, scores)
+            seen: Any = torch.tensor([self.history], device=logits.device)
+            scores = self.processors(seen, cast(Any, scores))
         if self.settings.temperature == 0.0:
             chosen = int(scores[0].argmax())
         else:

@@ -20,8 +20,10 @@ class ModalOptions(Options):
 class ModalRegularizer(Regularizer):
     """A regularizer whose mode is an option."""
 
-    Config = ModalOptions
-    config: ModalOptions
+    class Config(ModalOptions):
+        """Options."""
+
+    config: Config
 
     @property
     def mode(self) -> Mode:

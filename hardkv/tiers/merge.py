@@ -79,7 +79,10 @@ class Merge(CacheTier):
         self.bias[layer] = log_bias.masked_fill(~filled, float("-inf"))
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        return attend_slots(query, self.keys[layer], self.values[layer], self.bias[layer], scaling, softcap)
+        answer: tuple[Tensor, Tensor] = attend_slots(
+            query, self.keys[layer], self.values[layer], self.bias[layer], scaling, softcap
+        )
+        return answer
 
     @property
     def allocated_bytes(self) -> int:

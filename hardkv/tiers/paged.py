@@ -66,7 +66,8 @@ class PagedTier(CacheTier):
         head_dim = self.pool.head_dim
         bias = self.pool.bias.view(-1)[slots].masked_fill(~present, float("-inf"))
         keys, values = (tensor.view(-1, head_dim)[slots] for tensor in (self.pool.keys, self.pool.values))
-        return attend_slots(query, keys, values, bias, scaling, softcap)
+        answer: tuple[Tensor, Tensor] = attend_slots(query, keys, values, bias, scaling, softcap)
+        return answer
 
     def write(self, layer: int, start: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: TokenBatch) -> None:
         """Write the masked tokens of every head from its slot `start [H]` on, and show them to attention."""

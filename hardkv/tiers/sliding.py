@@ -56,7 +56,7 @@ class SlidingRing:
         self.values[lanes, :, place] = values
         self.bias[lanes, :, place] = self._shown
         owner = torch.arange(batch * heads, device=query.device)
-        out, _, _ = paged_attention(
+        answer: tuple[Tensor, Tensor, Tensor] = paged_attention(
             query.reshape(batch * heads, group, head_dim),
             self.keys.index_select(0, lanes).flatten(0, 1),
             self.values.index_select(0, lanes).flatten(0, 1),
@@ -67,4 +67,4 @@ class SlidingRing:
             sink_logits,
             False,
         )
-        return out.view(batch, heads, group, head_dim)
+        return answer[0].view(batch, heads, group, head_dim)

@@ -25,7 +25,11 @@ class SparseTier(PagedTier):
         self.write(layer, self.lengths[layer].copy(), tokens)
 
     def hold(self, layer: int, slots: Pages) -> None:
-        """Hold pages for `slots [H]` in one layer; raises CapacityError, and changes nothing, when the pool is short."""
+        """Hold pages for `slots [H]` in one layer.
+
+        Raises:
+            CapacityError: the pool is short; nothing changes.
+        """
         counts = self.table.counts.copy()
         counts[layer] = -(-slots // self.pool.page_slots)
         self.pool.resize(self.table, counts)

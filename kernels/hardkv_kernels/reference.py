@@ -28,8 +28,9 @@ def paged_attention(
 
     `query [O, G, D]`; `keys, values [n, S, D]`, any order of pages; `bias [n, S]` float32, added to the logits: 0 for a
     kept slot, -inf for an empty or dropped one, a log-bias for a merged one; `owner [n]` int64 in [0, O], O for a page
-    that nobody owns. `sink_logits [O, G]` float32 join the denominator only. Gives `out [O, G, D]` in the query's dtype,
-    `lse [O, G]` float32 and, when asked, `probabilities [n, G, S]` float32 (else an empty tensor). Softmax and sums accumulate in float32.
+    that nobody owns. `sink_logits [O, G]` float32 join the denominator only. Gives `out [O, G, D]` in the query's
+    dtype, `lse [O, G]` float32 and, when asked, `probabilities [n, G, S]` float32 (else an empty tensor). Softmax and
+    sums accumulate in float32.
     """
     owners, group, head_dim = query.shape
     pages = keys.shape[0]
@@ -45,7 +46,7 @@ def paged_attention(
     if sink_logits is not None:
         top[:owners] = torch.maximum(top[:owners], sink_logits)
     weights.sub_(top.index_select(0, owner)[:, :, None])
-    torch.nn.functional.threshold_(weights, NEGLIGIBLE, float("-inf")).exp_()
+    torch.threshold_(weights, NEGLIGIBLE, float("-inf")).exp_()
     total = torch.zeros_like(top).index_add_(0, owner, weights.sum(-1))
     if sink_logits is not None:
         total[:owners] += torch.exp(sink_logits - top[:owners])
@@ -109,8 +110,7 @@ def causal_attention(
     `window`: a query sees only that many tokens, itself included. `sink_logits [H, G]` join the denominator only.
     Rows are done in blocks where scores must be materialised (softcap, sinks).
     """
-    heads, group, rows, head_dim = query.shape
-    tokens = keys.shape[1]
+    rows, tokens = query.shape[2], keys.shape[1]
     if softcap is None and sink_logits is None:
         return _causal_sdpa(query, keys, values, scaling, window)
     out = torch.empty_like(query)

@@ -11,11 +11,14 @@ from hardkv.types import Claims, Limits
 
 
 class Ada(Budget):
-    """Heads of a layer compete for the layer's tokens, each with a guaranteed share (Ada-KV, arXiv 2407.11550, alg. 1)."""
+    """Heads of a layer compete for its tokens, each with a guaranteed share (Ada-KV, arXiv 2407.11550, algorithm 1)."""
 
     name = "ada"
-    Config = FlooredTargetOptions
-    config: FlooredTargetOptions
+
+    class Config(FlooredTargetOptions):
+        """Options."""
+
+    config: Config
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         value = probabilities.amax(2)

@@ -17,8 +17,11 @@ class Threshold(Budget):
 
     name = "threshold"
     scope: ClassVar[Literal["layer", "model"]] = "model"
-    Config = FlooredTargetOptions
-    config: FlooredTargetOptions
+
+    class Config(FlooredTargetOptions):
+        """Options."""
+
+    config: Config
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         value = probabilities.amax(2)

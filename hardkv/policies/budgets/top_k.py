@@ -17,8 +17,11 @@ class TopK(Budget):
 
     name = "top_k"
     needs_probabilities: ClassVar[bool] = False
-    Config = TargetOptions
-    config: TargetOptions
+
+    class Config(TargetOptions):
+        """Options."""
+
+    config: Config
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         value = probabilities.amax(2)

@@ -18,7 +18,7 @@ class TopPOptions(Options):
 
     p: float = Field(default=0.95, gt=0.0, le=1.0, description="Probability mass each row's own set must cover.")
     floor_tokens: int = Field(
-        default=64, ge=1, description="No head keeps fewer; lean heads err most (DESIGN: fidelity)."
+        default=64, ge=1, description="No head keeps fewer: without a floor, top-p measured worse than uniform."
     )
     cap_tokens: int | None = Field(default=None, ge=1, description="No head keeps more; null = `cache.upper`.")
 
@@ -34,8 +34,11 @@ class TopP(Budget):
 
     name = "top_p"
     votes: ClassVar[bool] = True
-    Config = TopPOptions
-    config: TopPOptions
+
+    class Config(TopPOptions):
+        """Options."""
+
+    config: Config
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         mass = probabilities.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
