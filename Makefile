@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: help setup demo test check lint format docs clean
+.PHONY: help setup demo test check lowest lint format docs clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -32,8 +32,19 @@ demo: $(STAMP)  ## Decode on a real model, compressed and uncompressed side by s
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest -q
 
+# The oldest transformers of the range, in an environment of its own; the newest is in the usual one.
+LOWEST := .venv-lowest
+$(LOWEST)/.stamp: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.17.0 pytest hypothesis -e .
+	touch $@
+
+lowest: $(LOWEST)/.stamp  ## Run the tests that touch transformers on the oldest supported version
+	$(LOWEST)/bin/python -m pytest -q tests/test_families.py tests/test_runtime.py
+
 # The tests come last, so that their summary is the last line.
-check: lint docs test  ## Everything that must pass before a change lands: lint, docs, test
+check: lint docs lowest test  ## Everything that must pass before a change lands: lint, docs, lowest, test
 
 lint: $(STAMP)  ## Style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -49,4 +60,4 @@ docs: $(STAMP)  ## Build the documentation into site/; a broken link is an error
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove the virtual environment and everything generated
-	rm -rf $(VENV) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

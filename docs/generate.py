@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from pydantic import BaseModel
 from hardkv.config import HardKVConfig, default_yaml
 from hardkv.registry import Registered, load_registry
 
+_RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 _KINDS = {
     "boolean": "`true`, `false`",
@@ -97,8 +99,72 @@ def _allowed(schema: dict[str, Any]) -> str:
     return " ".join([_KINDS.get(kind, kind), *bounds])
 
 
+def measurements() -> str:
+    """Tables of every committed result, each with its command; README.md holds the same text."""
+    tables = {"fidelity.json": _fidelity, "fidelity_rounds.json": _fidelity, "decode_cpu.json": _decode}
+    return "\n\n".join(write(name) for name, write in tables.items() if (_RESULTS / name).is_file())
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def _made(found: dict[str, Any], name: str) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    return f"`{found['command']}` gives `benchmarks/results/{name}` ({found['dtype']}, {found['machine']}, {versions})."
+
+
+def _fidelity(name: str) -> str:
+    found = _result(name)
+    rounds = found["rounds"]
+    when = "one compression" if rounds == 1 else f"{rounds} rounds of compression while decoding"
+    rows = [
+        f"| `{method}` | {row['kl']:.4f} | {row['top1_agreement']:.3f} | {row['mean_tokens']:.1f} |"
+        for method, row in sorted(found["methods"].items(), key=lambda item: float(item[1]["kl"]))
+    ]
+    return "\n".join(
+        [
+            f"**Fidelity, {when}**: SmolLM2-135M, {len(found['texts'])} texts of {found['prompt_tokens']:,} tokens, "
+            f"then {found['fed_tokens']:,} given ones; KL to the full cache in nats per token, lower is better. "
+            f"The default has {found['ratio_kl_default_vs_snapkv_topk']:.2f} times the KL of uniform SnapKV.",
+            "",
+            "| method | KL | same top token | mean tokens kept per head |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            _made(found, name),
+        ]
+    )
+
+
+def _decode(name: str) -> str:
+    found = _result(name)
+    speed, held = found["tokens_per_s"], found["kv_bytes"]
+    rows = [
+        f"| {way} | {tokens:.1f} | {f'{held[way] / 2**20:.0f}' if way in held else 'not counted'} |"
+        for way, tokens in speed.items()
+    ]
+    return "\n".join(
+        [
+            f"**Decoding on a CPU**: SmolLM2-135M, {found['batch']} sequences of {found['context_tokens']:,} tokens, "
+            f"mean budget {found['mean_tokens']:.0f}, each compressed every {found['interval']} steps, passes included. "
+            f"{found['ratio_vs_uncompressed']:.2f} times the same runtime uncompressed, "
+            f"{found['ratio_vs_transformers']:.1f} times transformers' default cache, "
+            f"{found['kv_bytes_share']:.3f} of the uncompressed KV bytes.",
+            "",
+            "| cache | tokens/s | KV MiB |",
+            "|---|---|---|",
+            *rows,
+            "",
+            _made(found, name),
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "default_yaml": _default_yaml,
     "settings": _settings,
+    "measurements": measurements,
     **{f"{slot}s": _catalogue(slot) for slot in ("scorer", "calibrator", "budget", "regularizer", "condenser")},
 }

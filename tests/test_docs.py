@@ -155,3 +155,7 @@ def test_every_error_says_when_it_is_raised() -> None:
     for name, error in vars(errors).items():
         if isinstance(error, type) and issubclass(error, errors.HardKVError):
             assert (error.__doc__ or "").strip(), name
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_result_files() -> None:
+    assert generator().measurements() in (ROOT / "README.md").read_text()

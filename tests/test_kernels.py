@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from hardkv_kernels import append, attend_slots, causal_attention, merge_states, paged_attention, reference
+from hardkv_kernels import attend_slots, causal_attention, merge_states, paged_attention, reference
 
 SEEDS = st.integers(0, 2**31 - 1)
 HEAD_DIMS = st.sampled_from([64, 80, 96, 128])
@@ -159,22 +159,6 @@ def test_huge_logits_stay_finite_and_pick_the_largest() -> None:
     assert lse.tolist() == [[3e8, 3e8]]
 
 
-@given(seed=SEEDS, owners=st.integers(0, 6), dim=HEAD_DIMS, dtype=DTYPES)
-def test_append_writes_its_slots_and_nothing_else(seed: int, owners: int, dim: int, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    pool_keys, pool_values = torch.randn(2, 5, 4, dim, generator=rng).to(dtype)
-    slots = torch.randperm(20, generator=rng)[:owners]
-    keys, values = torch.randn(2, owners, dim, generator=rng).to(dtype)
-    expected_keys, expected_values = pool_keys.clone(), pool_values.clone()
-    for row, slot in enumerate(slots.tolist()):
-        expected_keys[slot // 4, slot % 4], expected_values[slot // 4, slot % 4] = keys[row], values[row]
-    address = pool_keys.data_ptr()
-    append(pool_keys, pool_values, slots, keys, values)
-    assert torch.equal(pool_keys, expected_keys)
-    assert torch.equal(pool_values, expected_values)
-    assert pool_keys.data_ptr() == address
-
-
 @given(
     seed=SEEDS,
     heads=st.integers(1, 3),
@@ -271,11 +255,9 @@ def op_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     table = tuple(draw_pages(rng, 2, 5, 4, 8, torch.float32).values())
     query, sinks = torch.randn(2, 3, 8, generator=rng), torch.zeros(2, 3)
     keys, values = torch.randn(2, 2, 6, 8, generator=rng)
-    pool = torch.randn(2, 5, 4, 8, generator=rng)
     return {
         "paged": (paged_attention, (query, *table, 0.5, None, None, False)),
         "paged_probabilities": (paged_attention, (query, *table, 0.5, 4.0, sinks, True)),
-        "append": (append, (pool[0].clone(), pool[1].clone(), torch.tensor([3, 9]), keys[:, 0], values[:, 0])),
         "attend_slots": (attend_slots, (query, keys, values, torch.zeros(2, 6), 0.5, None)),
         "attend_slots_softcap": (attend_slots, (query.bfloat16(), keys, values, torch.zeros(2, 6), 0.5, 4.0)),
     }
@@ -303,7 +285,6 @@ def test_no_reference_waits_for_the_device(with_probabilities: bool, softcap: fl
         assert paged[0].shape == (4, 3, 8)
         assert paged[1].shape == (4, 3)
         assert paged[2].shape == ((6, 3, 16) if with_probabilities else (0,))
-        reference.append(keys, keys, torch.empty(4, dtype=torch.int64), query[:, 0], query[:, 0])
         out, lse = reference.attend_slots(query, keys[:4], keys[:4], bias[:4], 0.5, softcap)
         merged = merge_states([out, out], [lse, lse])
         assert merged[0].shape == (4, 3, 8)

@@ -52,7 +52,8 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model of a family, float32, with weights large enough that attention is not flat."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES.get(family, {}), **overrides})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Eager, the oracle: transformers 5.17 drops the softcap in its sdpa form without a word.
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2 and "embed" not in name and "lm_head" not in name:

@@ -43,17 +43,6 @@ def _paged_attention_fake(
     return torch.empty_like(query), bias.new_empty(query.shape[:2]), bias.new_empty(shape)
 
 
-@torch.library.custom_op("hardkv::append", mutates_args=("pool_keys", "pool_values"))
-def append(pool_keys: Tensor, pool_values: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """See `hardkv_kernels.reference.append`."""
-    reference.append(pool_keys, pool_values, slots, keys, values)
-
-
-@append.register_fake
-def _append_fake(pool_keys: Tensor, pool_values: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    return None
-
-
 @torch.library.custom_op("hardkv::attend_slots", mutates_args=())
 def attend_slots(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float, softcap: float | None = None

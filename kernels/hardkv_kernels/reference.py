@@ -61,13 +61,6 @@ def paged_attention(
     return out.to(query.dtype), lse, weights.mul_(inverse.index_select(0, owner)[:, :, None])
 
 
-def append(pool_keys: Tensor, pool_values: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write `keys, values [O, D]` at flat `slots [O]` int64 of the pools `[P, S, D]`."""
-    head_dim = pool_keys.shape[-1]
-    pool_keys.view(-1, head_dim).index_copy_(0, slots, keys)
-    pool_values.view(-1, head_dim).index_copy_(0, slots, values)
-
-
 def attend_slots(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
