@@ -148,7 +148,7 @@ def _decode(name: str) -> str:
     return "\n".join(
         [
             f"**Decoding on a CPU**: SmolLM2-135M, {found['batch']} sequences of {found['context_tokens']:,} tokens, "
-            f"mean budget {found['mean_tokens']:.0f}, each compressed every {found['interval']} steps, passes included. "
+            f"mean budget {found['mean_tokens']:.0f}, compressed every {found['interval']} steps, passes included. "
             f"{found['ratio_vs_uncompressed']:.2f} times the same runtime uncompressed, "
             f"{found['ratio_vs_transformers']:.1f} times transformers' default cache, "
             f"{found['kv_bytes_share']:.3f} of the uncompressed KV bytes.",

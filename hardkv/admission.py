@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import psutil
+import torch
+
 from hardkv.config import CacheSettings, Components, limits_at
 from hardkv.memory import PagePool
 from hardkv.types import Limits, ModelGeometry
 
 NO_CAP = 1 << 40
+_USABLE_SHARE = 0.8
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Bytes that a cache may take on a device now: four fifths of what is free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(free * _USABLE_SHARE)
 
 
 class Admission:

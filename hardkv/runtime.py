@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
-import psutil
 import torch
 from pydantic import ValidationError
 
+from hardkv.admission import usable_bytes
 from hardkv.cache import CascadeCache
 from hardkv.config import Components, GenerationSettings, HardKVConfig, load_config
 from hardkv.costs import measure_costs
@@ -23,8 +23,6 @@ from hardkv.scheduler import Event, Progress, Request, Scheduler
 from hardkv.stopwatch import PHASES
 
 logger = logging.getLogger(__name__)
-_USABLE_SHARE = 0.8
-"""Share of the free memory that the cache may take when `cache.pool_bytes` is null."""
 
 
 class HardKVRuntime:
@@ -178,15 +176,9 @@ class HardKVRuntime:
         ids = list(named) if isinstance(named, list | tuple) else [named]
         return frozenset(int(token) for token in [*ids, self.tokenizer.eos_token_id] if token is not None)
 
-    def _free_bytes(self) -> int:
-        device = self.geometry.device
-        if device.type == "cuda":
-            return int(torch.cuda.mem_get_info(device)[0])
-        return int(psutil.virtual_memory().available)
-
     def _check_memory(self, requests: list[Request]) -> None:
         admission, limit = self._cache.admission, self.config.cache.pool_bytes
-        free = int(self._free_bytes() * _USABLE_SHARE)
+        free = usable_bytes(self.geometry.device)
         for request in requests:
             prompt = len(request.prompt_ids)
             pool = admission.sequence_pages(request.max_tokens) * admission.page_bytes
@@ -206,7 +198,7 @@ class HardKVRuntime:
     def _prepare(self, requests: list[Request]) -> None:
         """Size the pool for as many of the requests at once as memory and `max_sequences` allow."""
         admission, settings = self._cache.admission, self.config.cache
-        free = int(self._free_bytes() * _USABLE_SHARE)
+        free = usable_bytes(self.geometry.device)
         transient = max(admission.prefill_bytes(len(request.prompt_ids)) for request in requests)
         needs = sorted((admission.sequence_pages(request.max_tokens) for request in requests), reverse=True)
         pages, lanes = needs[0], 1

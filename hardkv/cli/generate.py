@@ -120,7 +120,7 @@ def _build(config: Path | None, changes: list[Assignment]) -> HardKVRuntime:
 
     model = ready.config.model
     with messages().status(f"Loading {model.id}"):
-        loaded = load_model(model.id, model.dtype, model.device, model.revision)
+        loaded = load_model(model.id, model.dtype, model.device, model.revision, model.pack_weights)
         return HardKVRuntime(ready.config, ready.components, loaded)
 
 

@@ -119,14 +119,14 @@ def _costs(runtime: HardKVRuntime) -> dict[str, float]:
 
 def _plan(runtime: HardKVRuntime, ready: LoadedConfig) -> dict[str, Any]:
     """Bytes per sequence and how many fit, for growing contexts, with compression and without."""
-    from hardkv.admission import Admission
+    from hardkv.admission import Admission, usable_bytes
 
     geometry, settings = runtime.geometry, ready.config.cache
     ways = {
         "compressed": Admission(geometry, settings, ready.components),
         "uncompressed": Admission(geometry, settings, None),
     }
-    free = _free_bytes(runtime)
+    free = usable_bytes(runtime.geometry.device)
     lengths = [tokens for tokens in _CONTEXTS if tokens < geometry.max_positions]
     if geometry.max_positions < _UNKNOWN_POSITIONS:
         lengths.append(geometry.max_positions)
@@ -136,7 +136,7 @@ def _plan(runtime: HardKVRuntime, ready: LoadedConfig) -> dict[str, Any]:
         for name, admission in ways.items():
             row[name] = _needs(admission, tokens, free, settings.pool_bytes)
         rows.append(row)
-    return {"free_bytes": free, "pool_bytes": settings.pool_bytes, "contexts": rows}
+    return {"usable_bytes": free, "pool_bytes": settings.pool_bytes, "contexts": rows}
 
 
 def _needs(admission: Admission, tokens: int, free: int, pool_limit: int | None) -> dict[str, int]:
@@ -148,18 +148,10 @@ def _needs(admission: Admission, tokens: int, free: int, pool_limit: int | None)
     return {"sequence_bytes": held, "prefill_bytes": transient, "sequences": fit}
 
 
-def _free_bytes(runtime: HardKVRuntime) -> int:
-    import psutil
-    import torch
-
-    device = runtime.geometry.device
-    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
-
-
 def _plan_table(memory: dict[str, Any]) -> Table:
     limit = memory["pool_bytes"]
     bound = "" if limit is None else f", cache.pool_bytes {readable_bytes(limit)}"
-    title = f"Memory plan (worst case; {readable_bytes(memory['free_bytes'])} free{bound})"
+    title = f"Memory plan (worst case; {readable_bytes(memory['usable_bytes'])} usable{bound})"
     table = Table(title=title, title_justify="left")
     for heading in ("context", "compressed", "uncompressed", "sequences", "sequences, uncompressed"):
         table.add_column(heading, justify="right")
