@@ -36,10 +36,15 @@ def claim_layer(parts: Components, view: ScoreView, protected: Tensor, state: di
 
 def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
     """Choose the slots to keep, `[L, H, N]` bool, for the layers scored so far."""
+    pooled, counts = count(parts, claims, limits)
+    return keep_best(pooled, counts, parts.budget.votes)
+
+
+def count(parts: Components, claims: Claims, limits: Limits) -> tuple[Claims, Tensor]:
+    """Decide how many slots each head keeps; gives the claims as pooled for the mode, and counts `[L, H]`."""
     pooled = _pool(parts.regularizer.mode, claims)
     with _blaming("budget", parts.budget):
-        counts = parts.budget.counts(pooled, limits)
-    return keep_best(pooled, counts, parts.budget.votes)
+        return pooled, parts.budget.counts(pooled, limits)
 
 
 def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, limits: Limits) -> Layout:

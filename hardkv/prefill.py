@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.interfaces import OnlineScorer
-from hardkv.pipeline import claim_layer, select
+from hardkv.pipeline import claim_layer, count, keep_best, select
 from hardkv.types import AttentionCall, Claims, Limits, ScoreView, TokenBatch
 from hardkv_kernels import causal_attention
 
@@ -132,7 +132,7 @@ class Prefill:
         self.claims.append(claims)
         self.staged.append(staged)
         if self.parts.regularizer.mode != "union":
-            self._shrink_stage(select(self.parts, Claims.stack(self.claims), self.limits))
+            self._shrink_stage()
 
     def finish(self) -> None:
         """Settle a selection that spans the model, and place it."""
@@ -172,12 +172,16 @@ class Prefill:
         protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
         return claim_layer(self.parts, view, protected.expand(1, heads, tokens), self.calibration[index])
 
-    def _shrink_stage(self, provisional: Tensor) -> None:
+    def _shrink_stage(self) -> None:
         """Cut the newest layer to its provisional selection, and the older ones once they have grown stale."""
-        self._shrink(len(self.staged) - 1, self.staged[-1], provisional[-1])
+        assert self.parts is not None
+        votes = self.parts.budget.votes
+        pooled, counts = count(self.parts, Claims.stack(self.claims), self.limits)
+        newest = len(self.staged) - 1
+        self._shrink(newest, self.staged[newest], keep_best(pooled.layer(newest), counts[newest:], votes)[0])
         held = sum(staged.keys.shape[0] for staged in self.staged)
-        if held > 1.1 * int(provisional.sum()):
-            for index, (staged, keep) in enumerate(zip(self.staged, provisional, strict=True)):
+        if held > 1.1 * int(counts.sum()):
+            for index, (staged, keep) in enumerate(zip(self.staged, keep_best(pooled, counts, votes), strict=True)):
                 self._shrink(index, staged, keep)
 
     def _shrink(self, index: int, staged: _Staged, keep: Tensor) -> None:

@@ -93,6 +93,12 @@ class Claims:
         """Valid slots per head, `[L, H]` int64."""
         return self.valid.sum(-1)
 
+    def layer(self, index: int) -> Claims:
+        """The claims of one layer, L = 1."""
+        parts = (self.value, self.votes, self.valid, self.protected)
+        value, votes, valid, protected = (part[index][None] for part in parts)
+        return Claims(value=value, votes=votes, valid=valid, protected=protected)
+
     @staticmethod
     def stack(claims: list[Claims]) -> Claims:
         """Join claims of several layers along the first axis, padding slots to the longest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -12,8 +13,13 @@ from hardkv.model_adapter.packing import can_pack, pack_linears
 from tests.tiny_models import tiny_model
 
 
+def bfloat16_model() -> Any:
+    model: Any = tiny_model("llama")
+    return model.to(torch.bfloat16)
+
+
 def test_packed_weights_give_the_same_logits() -> None:
-    plain, packed = (tiny_model("llama").to(torch.bfloat16) for _ in range(2))
+    plain, packed = bfloat16_model(), bfloat16_model()
     if not can_pack(packed):
         pytest.skip("this build of torch has no oneDNN")
     before = {name: weight.clone() for name, weight in packed.state_dict().items()}
@@ -33,6 +39,6 @@ def test_only_bfloat16_is_packed() -> None:
 
 def test_nothing_is_packed_where_the_copies_would_crowd_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = bfloat16_model()
     assert pack_linears(model) == 0
     assert not any("forward" in vars(module) for module in model.modules())

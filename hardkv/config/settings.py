@@ -105,7 +105,7 @@ class CacheSettings(Section):
         description="Slots per head that no head exceeds; null gives greedy heads four times the budget's target.",
     )
     page_slots: int = Field(
-        32,
+        default=32,
         ge=8,
         le=256,
         description="Slots per page, the unit of allocation, a power of two: smaller wastes less in the last page of a"
