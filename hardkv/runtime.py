@@ -209,6 +209,11 @@ class HardKVRuntime:
             if more + (lanes + 1) * admission.lane_bytes() + transient > free:
                 break
             pages, lanes = pages + need, lanes + 1
+        # Some slack, where it costs nobody a place, lets layers grow and shrink without moving each other's pages.
+        slack = pages // 8
+        more = (pages + slack) * admission.page_bytes
+        if more <= (free if settings.pool_bytes is None else settings.pool_bytes):
+            pages += slack
         self._cache.prepare(pages, lanes)
 
     def _collect(self, scheduler: Scheduler, ended: list[tuple[Request, SequenceStats]]) -> RuntimeStats:
