@@ -13,6 +13,8 @@ import pytest
 
 import hardkv
 from hardkv import errors
+from hardkv.cli.app import app as cli_app
+from hardkv.cli.config import app as config_app
 from hardkv.config import HardKVConfig, load_config
 from hardkv.registry import load_registry
 
@@ -159,3 +161,12 @@ def test_every_error_says_when_it_is_raised() -> None:
 
 def test_the_numbers_of_the_readme_are_those_of_the_result_files() -> None:
     assert generator().measurements() in (ROOT / "README.md").read_text()
+
+
+def test_every_command_is_in_the_command_line_page() -> None:
+    page = (DOCS / "command_line.md").read_text()
+    top = [str(command.name) for command in cli_app.registered_commands]
+    inner = [f"config {command.name or command.callback.__name__}" for command in config_app.registered_commands]
+    assert len(top) + len(inner) >= 6
+    for command in [*top, *inner]:
+        assert f"`hardkv {command}" in page
