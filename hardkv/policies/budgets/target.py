@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from hardkv.interfaces import Options
+from hardkv.interfaces import Budget, Options
 from hardkv.types import Claims, Limits
 
 
@@ -43,6 +45,29 @@ class FlooredTargetOptions(TargetOptions):
     floor_share: float = Field(
         default=0.2, ge=0.0, le=1.0, description="Share of the target that every head gets whatever its scores."
     )
+
+
+class PooledBudget(Budget):
+    """One threshold on each token's best row, solved so that a mean target is met; subclasses say over what."""
+
+    per_layer: ClassVar[bool]
+    """Whether each layer meets the target by itself, or the model as a whole."""
+
+    class Config(FlooredTargetOptions):
+        """Options."""
+
+    config: Config
+
+    def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        value = probabilities.amax(2)
+        return value, torch.zeros_like(value, dtype=torch.int32)
+
+    def counts(self, claims: Claims, limits: Limits) -> Tensor:
+        target = self.config.target_tokens(limits.seen_tokens)
+        return threshold_counts(claims, target, self.config.floor_share, limits, self.per_layer)
+
+    def target_tokens(self, seen_tokens: int) -> int | None:
+        return self.config.target_tokens(seen_tokens)
 
 
 def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Limits, per_layer: bool) -> Tensor:
