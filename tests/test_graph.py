@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardkv.graph import DecodeStep
 from hardkv.interfaces import CacheTier
@@ -15,6 +14,7 @@ from hardkv.tiers.evict import Evict
 from hardkv.tiers.merge import Merge
 from hardkv.types import AttentionCall, TierShape, TokenBatch
 from hardkv_kernels import merge_states
+from tests.no_sync import NoSync
 
 LAYERS, HEADS, GROUP, HEAD_DIM = 2, 2, 3, 16
 CPU = torch.device("cpu")
@@ -70,24 +70,13 @@ def test_a_step_attends_every_tier(last: type[CacheTier]) -> None:
             torch.testing.assert_close(torch.cat(seen, -1).sum(-1), mass, atol=2e-6, rtol=1e-5)
 
 
-class _NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Refuses every operation that would make the host wait for the device."""
-
-    forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "is_nonzero", "equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        assert name not in self.forbidden, f"{name} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_attention_of_a_step_never_waits_for_the_device() -> None:
     pool = PagePool(200, 8, LAYERS, HEADS, HEAD_DIM, torch.float32, CPU, with_statistic=True)
     batch = [cascade(pool, lane, Evict()) for lane in range(2)]
     step = DecodeStep(pool, H2O(), None)
     step.begin(batch)
-    with _NoSync():  # type: ignore[no-untyped-call]
+    with NoSync():  # type: ignore[no-untyped-call]
         for layer in range(LAYERS):
             step.attend(layer, call(layer, 2, layer))
-    with pytest.raises(AssertionError, match="waits for the device"), _NoSync():  # type: ignore[no-untyped-call]
+    with pytest.raises(AssertionError, match="waits for the device"), NoSync():  # type: ignore[no-untyped-call]
         torch.ones(1).item()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardkv import HardKVCache, HardKVRuntime, InputError, OnlineScorer, ScoreView
 from hardkv.errors import CapacityError, ConfigError, HardKVError, ModelNotFoundError, PluginError
 from hardkv.model_adapter import LoadedModel
 from hardkv.scheduler import Request, Scheduler, _StepServer
+from tests.no_sync import NoSync
 from tests.test_families import stock
 from tests.tiny_models import VOCABULARY, hf_generate, loaded
 
@@ -426,15 +426,6 @@ def test_a_scorer_that_breaks_takes_down_its_own_sequence_only(model: LoadedMode
     assert runtime._cache.pool.used_bytes == 0
 
 
-class _NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "is_nonzero", "equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        assert name not in self.forbidden, f"{name} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_model_s_decode_step_makes_no_host_sync(family: str) -> None:
     runtime = HardKVRuntime.from_config(BASE, loaded=loaded(family))
@@ -447,6 +438,6 @@ def test_the_model_s_decode_step_makes_no_host_sync(family: str) -> None:
         list(scheduler._admit(request))
     cache.begin_step([running.cascade for running in scheduler.running])
     tokens = torch.tensor([1, 2])
-    with _NoSync():  # type: ignore[no-untyped-call]
+    with NoSync():  # type: ignore[no-untyped-call]
         logits = decoder.decode(tokens, cache.step.positions, _StepServer(cache))
     assert logits.shape == (2, VOCABULARY)

@@ -47,7 +47,7 @@ class ModelSettings(Section):
     pack_weights: bool = Field(
         default=True,
         description="On a CPU in bfloat16, keep a second copy of the linear weights in oneDNN's layout, if it fits in a"
-        " quarter of the free memory: decode steps take about a quarter less time. No effect elsewhere.",
+        " quarter of the free memory, so that no step reorders them again. No effect elsewhere.",
     )
     revision: str | None = Field(
         default=None,
@@ -109,7 +109,7 @@ class CacheSettings(Section):
         ge=8,
         le=256,
         description="Slots per page, the unit of allocation, a power of two: smaller wastes less in the last page of a"
-        " head, larger reads faster. 64 decoded no faster than 32 at a mean budget of 1,024 on a CPU, and held more.",
+        " head, larger reads in longer runs.",
     )
     condensed_slots: int = Field(
         default=0,

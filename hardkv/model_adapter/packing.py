@@ -25,7 +25,7 @@ def can_pack(model: PreTrainedModel) -> bool:
 def pack_linears(model: PreTrainedModel) -> int:
     """Give every `nn.Linear` a packed copy of its weights for its forward pass; gives the bytes of the copies.
 
-    Without it oneDNN reorders the weights again in every call, which costs a decode step more than its attention.
+    Without it oneDNN reorders the weights again in every call.
     The parameters themselves stay, so that saving and tying work as before; a later change to them is not seen by the
     copies. Nothing is packed, and that is logged, where the copies would take over a quarter of the free memory.
     """
