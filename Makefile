@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: help setup demo test check lowest lint format docs clean
+.PHONY: help setup demo test interp aot check lowest lint format docs clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -32,6 +32,12 @@ demo: $(STAMP)  ## Decode on a real model, compressed and uncompressed side by s
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest -q
 
+interp: $(STAMP)  ## Run the Triton kernels in Triton's interpreter
+	$(BIN)/python -m pytest -q -m interp
+
+aot: $(STAMP)  ## Compile the Triton kernels for two GPU generations; needs no GPU
+	$(BIN)/python -m pytest -q -m aot
+
 # The oldest transformers of the range, in an environment of its own; the newest is in the usual one.
 LOWEST := .venv-lowest
 $(LOWEST)/.stamp: pyproject.toml
@@ -44,7 +50,7 @@ lowest: $(LOWEST)/.stamp  ## Run the tests that touch transformers on the oldest
 	$(LOWEST)/bin/python -m pytest -q tests/test_families.py tests/test_runtime.py
 
 # The tests come last, so that their summary is the last line.
-check: lint docs lowest test  ## Everything that must pass before a change lands: lint, docs, lowest, test
+check: lint docs lowest interp aot test  ## Everything that must pass before a change lands: lint, docs, all tests
 
 lint: $(STAMP)  ## Style, types, and who may import whom
 	$(BIN)/ruff check .

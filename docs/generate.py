@@ -162,9 +162,41 @@ def _decode(name: str) -> str:
     )
 
 
+def _kernels_aot() -> str:
+    """What each kernel compiled to; kinds of one kernel and precisions of one size are given by their largest."""
+    found = _result("kernels_aot.json")
+    targets = sorted({row["target"] for row in found["rows"]})
+    largest: dict[tuple[str, str, int], dict[int, tuple[int, ...]]] = {}
+    for row in found["rows"]:
+        key = (row["kernel"], "32 bits" if row["dtype"] == "float32" else "16 bits", row["head_dim"])
+        numbers = tuple(row[name] for name in ("registers", "shared_bytes", "spills"))
+        kept = largest.setdefault(key, {})
+        kept[row["target"]] = tuple(map(max, numbers, kept.get(row["target"], numbers)))
+    lines = [
+        f"| `{kernel}` | {precision} | {head_dim or 'any'} | "
+        + " | ".join(
+            f"{registers} | {shared:,} | {spills}" for registers, shared, spills in (kept[each] for each in targets)
+        )
+        + " |"
+        for (kernel, precision, head_dim), kept in sorted(largest.items())
+    ]
+    heads = [f"sm_{target} {what}" for target in targets for what in ("registers", "shared bytes", "spills")]
+    return "\n".join(
+        [
+            f"| kernel | tensors | head dim | {' | '.join(heads)} |",
+            "|" + "---|" * (3 + len(heads)),
+            *lines,
+            "",
+            f"`{found['command']}` gives `benchmarks/results/kernels_aot.json` "
+            f"({', '.join(f'{package} {version}' for package, version in found['versions'].items())}).",
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "default_yaml": _default_yaml,
     "settings": _settings,
     "measurements": measurements,
+    "kernels_aot": _kernels_aot,
     **{f"{slot}s": _catalogue(slot) for slot in ("scorer", "calibrator", "budget", "regularizer", "condenser")},
 }

@@ -30,8 +30,20 @@ class Admission:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page with its metadata."""
-        online = self.parts is not None and self.parts.scorer.online
-        return self.page_slots * PagePool.slot_bytes(self.geometry.head_dim, self.geometry.dtype, online)
+        slot = PagePool.slot_bytes(self.geometry.head_dim, self.geometry.dtype, self.online)
+        # An online scorer also needs room for the logits of a step.
+        return self.page_slots * (slot + (4 * self.geometry.group if self.online else 0))
+
+    @property
+    def online(self) -> bool:
+        """Whether an online scorer rides along."""
+        return self.parts is not None and self.parts.scorer.online
+
+    @property
+    def store_slots(self) -> int:
+        """Slots per head that the last tier holds in pages."""
+        paged = self.parts is not None and self.parts.condenser.lies_in_pages
+        return self.settings.condensed_slots if paged else 0
 
     def limits(self, seen_tokens: int) -> Limits:
         """The bounds in force for a sequence that has seen so many tokens."""
@@ -52,10 +64,19 @@ class Admission:
     def sequence_pages(self, total_tokens: int) -> int:
         """Pages that a sequence of `total_tokens` (prompt and generation) may hold at once."""
         heads = self.geometry.heads
-        dense = -(-(self.settings.local_window + self.settings.interval) // self.page_slots)
         # Each head may leave its last page part empty.
         sparse = -(-self.sparse_tokens(total_tokens) * heads // self.page_slots) + heads
-        return self.layers * (sparse + dense * heads)
+        return self.layers * (sparse + self._fixed_pages() * heads)
+
+    def head_pages(self, total_tokens: int) -> int:
+        """Pages that a single head of a sequence of `total_tokens` may hold at once."""
+        most = total_tokens if self.parts is None else min(self.limits(total_tokens).upper, total_tokens)
+        return self._fixed_pages() + -(-(most + self.settings.interval) // self.page_slots)
+
+    def _fixed_pages(self) -> int:
+        """Pages of the dense tier and of the last tier's store, per head."""
+        dense = self.settings.local_window + self.settings.interval
+        return -(-dense // self.page_slots) + -(-self.store_slots // self.page_slots)
 
     def lane_bytes(self) -> int:
         """Bytes per sequence outside the pool: sliding-window rings, query ring, last tier."""
@@ -66,7 +87,7 @@ class Admission:
         if self.parts is not None and self.parts.needs_queries:
             query = geometry.heads * geometry.group * geometry.head_dim * item
             total += self.layers * self.settings.query_rows * query + self.settings.query_rows * 8
-        if self.settings.condensed_slots:
+        if self.settings.condensed_slots and not self.store_slots:
             total += self.layers * self.settings.condensed_slots * slot
         return total
 

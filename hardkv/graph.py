@@ -1,154 +1,70 @@
-"""The decode step: tables that change only between steps, and the attention of one new token per sequence.
-
-All metadata of a step is prepared before it: where each sequence's token goes and who owns which page.
-"""
+"""Capture and replay of the decode step, one CUDA graph per padded batch bucket; eager where there is no CUDA."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hardkv.interfaces import OnlineScorer
-from hardkv.memory import FREE, PagePool
-from hardkv.query_ring import QueryRing
-from hardkv.tiers.cascade import Cascade
-from hardkv.tiers.sliding import SlidingRing
-from hardkv.types import AttentionCall
-from hardkv_kernels import merge_states, paged_attention
+Answer = tuple[Tensor, Tensor]
+_WARM_UPS = 2
 
 
-class DecodeStep:
-    """One decode step of a batch of sequences over the page pool."""
+def bucket_of(rows: int) -> int:
+    """The number of rows that a batch is padded to before capture: 1, 2, 4, 8, then multiples of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
-    def __init__(self, pool: PagePool, scorer: OnlineScorer | None, ring: QueryRing | None) -> None:
-        self.pool, self.scorer, self.ring = pool, scorer, ring
-        self._flat_keys, self._flat_values = (tensor.view(-1, pool.head_dim) for tensor in (pool.keys, pool.values))
-        self.batch: list[Cascade] = []
-        self._bound: tuple[int, tuple[int, ...]] = (-1, ())
-        self._spans: list[slice] = []
-        self._owners: list[Tensor] = []
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the step's tables."""
-        tables = [*self._owners]
-        if self.batch:
-            tables += [self._dense_slots, self._slots, self.positions, self._lanes]
-        return sum(table.nbytes for table in tables)
+class Graphs:
+    """Graphs by key, all in one memory pool. Where there is no CUDA a key's body simply runs.
 
-    def begin(self, batch: Sequence[Cascade]) -> None:
-        """Give every sequence's next token its slot; call before the model runs."""
-        self._bind(batch)
-        device = self.pool.bias.device
-        lengths = torch.tensor([cascade.dense.length for cascade in batch], device=device)
-        self.positions = torch.tensor([cascade.seen_tokens for cascade in batch], device=device)
-        layers, _, heads, _ = self._dense_slots.shape
-        index = lengths[None, :, None, None].expand(layers, len(batch), heads, 1)
-        self._slots = self._dense_slots.gather(-1, index).flatten(1)  # [L, B * H]
-        flat = self._slots.flatten()
-        self.pool.bias.view(-1).index_fill_(0, flat, 0.0)
-        stamps = self.positions.to(torch.int32)[None, :, None].expand(layers, -1, heads).flatten()
-        self.pool.positions.view(-1).index_copy_(0, flat, stamps)
-        if self.ring is not None:
-            self.ring.advance(self._lanes, self.positions)
-        for cascade in batch:
-            cascade.dense.advance()
-            cascade.seen_tokens += 1
+    `pads`: whether batches are padded to buckets, as graphs need it.
+    """
 
-    def attend(self, index: int, call: AttentionCall) -> Tensor:
-        """Append one token of full-attention layer `index` and attend it over all tiers; out `[B, 1, H*G, D]`."""
-        batch, query_heads, _, head_dim = call.query.shape
-        heads = call.keys.shape[1]
-        owners, group = batch * heads, query_heads // heads
-        query = call.query.reshape(owners, group, head_dim)
-        pool, span = self.pool, self._spans[index]
-        slots = self._slots[index]
-        self._flat_keys.index_copy_(0, slots, call.keys.reshape(owners, head_dim))
-        self._flat_values.index_copy_(0, slots, call.values.reshape(owners, head_dim))
-        sinks = None
-        if call.sink_logits is not None:
-            sinks = call.sink_logits.float().view(1, heads, group).expand(batch, -1, -1).reshape(owners, group)
-        answer: tuple[Tensor, Tensor, Tensor] = paged_attention(
-            query,
-            pool.keys[span],
-            pool.values[span],
-            pool.bias[span],
-            self._owners[index],
-            call.scaling,
-            call.softcap,
-            sinks,
-            self.scorer is not None,
-        )
-        out, lse, probabilities = answer
-        if self._last_tiers:
-            out, share = self._with_last_tiers(index, call, query, out, lse)
-            if self.scorer is not None:
-                probabilities *= torch.nn.functional.pad(share, (0, 0, 0, 1))[self._owners[index], :, None]
-        if self.scorer is not None:
-            self.scorer.update(pool.statistic[span], probabilities)
-        if self.ring is not None:
-            self.ring.write(index, self._lanes, self.positions, call.query.view(batch, heads, group, head_dim))
-        return out.view(batch, 1, query_heads, head_dim)
+    def __init__(self, device: torch.device, pads: bool | None = None) -> None:
+        self.device = device
+        self.captures = device.type == "cuda"
+        self.pads = self.captures if pads is None else pads
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Answer]] = {}
+        self._pool: Any = None
 
-    def _with_last_tiers(
-        self, index: int, call: AttentionCall, query: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compose with what the last tiers hold; gives the output and the share of mass that stayed, `[O, G]`."""
-        heads = call.keys.shape[1]
-        answers = [
-            cascade.last.attend(index, query[row * heads : (row + 1) * heads], call.scaling, call.softcap)
-            for row, cascade in enumerate(self.batch)
-        ]
-        outs, lses = torch.cat([answer[0] for answer in answers]), torch.cat([answer[1] for answer in answers])
-        merged, total = merge_states([out.float(), outs], [lse, lses])
-        return merged.to(out.dtype), torch.exp(lse - total)
+    def __len__(self) -> int:
+        return len(self._graphs)
 
-    def attend_sliding(self, ring: SlidingRing, call: AttentionCall) -> Tensor:
-        """The same for a sliding-window layer."""
-        batch, query_heads, _, head_dim = call.query.shape
-        heads = call.keys.shape[1]
-        group = query_heads // heads
-        sinks = None
-        if call.sink_logits is not None:
-            sinks = call.sink_logits.float().view(1, heads, group).expand(batch, -1, -1).reshape(-1, group)
-        out = ring.step(
-            self._lanes,
-            self.positions,
-            call.query.reshape(batch, heads, group, head_dim),
-            call.keys[:, :, 0],
-            call.values[:, :, 0],
-            call.scaling,
-            call.softcap,
-            sinks,
-        )
-        return out.reshape(batch, 1, query_heads, head_dim)
+    def rows_for(self, rows: int) -> int:
+        """How many rows a step of so many sequences has."""
+        return bucket_of(rows) if self.pads else rows
 
-    def _bind(self, batch: Sequence[Cascade]) -> None:
-        """Rebuild the tables when pages moved or the batch changed."""
-        now = (self.pool.version, tuple(cascade.lane for cascade in batch))
-        if now == self._bound:
-            return
-        pool, heads = self.pool, self.pool.heads
-        device = pool.bias.device
-        row_of_lane = np.full(max(cascade.lane for cascade in batch) + 2, FREE, dtype=np.int64)
-        for row, cascade in enumerate(batch):
-            row_of_lane[cascade.lane] = row
-        nobody = len(batch) * heads
-        self._spans, self._owners = [], []
-        for layer in range(pool.layers):
-            span = pool.manager.span(layer)
-            owner = pool.manager.owner[span]
-            lane = np.where(owner == FREE, -1, owner // heads)
-            lane = np.where(lane < len(row_of_lane) - 1, lane, -1)
-            rows = row_of_lane[lane]  # lane -1 reads the last entry, which is FREE
-            owners = np.where(rows == FREE, nobody, rows * heads + owner % heads)
-            self._spans.append(span)
-            self._owners.append(torch.from_numpy(owners).to(device))
-        self._dense_slots = torch.stack([cascade.dense.slots(cascade.dense.capacity) for cascade in batch], 1)
-        self._lanes = torch.tensor([cascade.lane for cascade in batch], device=device)
-        self.batch = list(batch)
-        self._last_tiers = any(cascade.last.holds_tokens for cascade in batch)
-        self._bound = now
+    def lacks(self, key: Hashable) -> bool:
+        """Whether `capture` must come before `run`."""
+        return self.captures and key not in self._graphs
+
+    def capture(self, key: Hashable, body: Callable[[], Answer]) -> None:
+        """Record `body` after warm-up runs, which have their effects: let the rows be nobody's."""
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                body()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            answer = body()
+        self._graphs[key] = (graph, answer)
+
+    def run(self, key: Hashable, body: Callable[[], Answer]) -> Answer:
+        """Give what `body` answers; from a graph, its content holds until the next run."""
+        if not self.captures:
+            return body()
+        graph, answer = self._graphs[key]
+        graph.replay()
+        return answer
+
+    def clear(self) -> None:
+        """Forget every graph: the buffers that they refer to are gone."""
+        self._graphs.clear()
+        self._pool = None

@@ -87,9 +87,10 @@ class HardKVCache(BridgeCache):
             )
         else:
             for cascade in self._rows:
-                if self._cache.due(cascade):
+                if cascade.dense.full:
                     self._cache.compress(cascade)
-            self._cache.begin_step(self._rows)
+            self._cache.step.bind(self._rows)
+            self._cache.step.open()
         self._arriving = tokens
         return self
 
@@ -116,6 +117,9 @@ class HardKVCache(BridgeCache):
         if not self._seen:
             for cascade in self._rows:
                 self._cache.end_prefill(cascade)
+        else:
+            self._cache.step.close()
+            self._cache.step.advance()
         self._seen += self._arriving
 
     def _open(self, batch: int, tokens: int, attention_mask: Tensor | None) -> None:
@@ -135,7 +139,7 @@ class HardKVCache(BridgeCache):
                 f"{batch} rows of {room} tokens need {pages * self._cache.admission.page_bytes:,} bytes of pages; "
                 f"cache.pool_bytes is {self._pool_bytes:,}"
             )
-        self._cache.prepare(pages, batch)
+        self._cache.prepare(pages, batch, self._cache.admission.head_pages(room))
         try:
             self._rows = [self._cache.open(room) for _ in range(batch)]
         except HardKVError:

@@ -8,7 +8,17 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection, TierShape, TokenBatch
+from hardkv.types import (
+    Claims,
+    CostModel,
+    FusedUpdate,
+    Layout,
+    Limits,
+    ScoreView,
+    Selection,
+    TierShape,
+    TokenBatch,
+)
 
 Space = Literal["probability", "logit", "unbounded"]
 Mode = Literal["per_head", "per_layer", "union"]
@@ -59,7 +69,7 @@ class ImportanceScorer(Component):
         """Give float32 scores `[B, H, R, N]`: R = W rows, or 1 for a scorer without rows.
 
         Every value at a valid slot is finite. Rows that were never written (`~view.row_valid`) are zero.
-        Called once per layer and round; it may not change the view.
+        Rows of B do not influence each other; the view may not be changed.
         """
 
 
@@ -69,6 +79,11 @@ class OnlineScorer(ImportanceScorer):
     @property
     def online(self) -> bool:
         return True
+
+    @property
+    def fused(self) -> FusedUpdate | None:
+        """The same as `update`, in a form that one kernel can do; None: the decode step calls `update` itself."""
+        return None
 
     @abstractmethod
     def update(self, statistic: Tensor, probabilities: Tensor) -> None:
@@ -104,7 +119,7 @@ class Calibrator(Component):
         """Give float32 probabilities `[B, H, R, N]`: zero where not `valid [B, H, N]`, each row sums to 1.
 
         `scores [B, H, R, N]` float32; `reference [B, H, R, N]` raw attention probabilities.
-        `state` lives as long as the sequence, one dict per layer; it starts empty.
+        `state` lives as long as the sequence; it starts empty, and its tensors have B as their first axis.
         """
 
 
@@ -156,6 +171,10 @@ class CacheTier(Component):
     The `condenser` of the configuration is the cascade's last tier: it admits what a rewrite drops. A quantized or an
     offloaded tier is written the same way.
     """
+
+    lies_in_pages: ClassVar[bool] = False
+    """Whether `allocate` is given slots in the pool's pages (`shape.store`), where the decode step's kernel attends
+    them; else it asks `attend` and composes by log-sum-exp, which no CUDA graph can hold."""
 
     @property
     def needs_queries(self) -> bool:

@@ -1,10 +1,13 @@
 """The page pool shared by all layers, heads and sequences, and its head-wise page manager.
 
-Pages are the unit of allocation. Each layer's pages lie together in one region of the pool, so that a decode step reads
-a layer as one contiguous slice; regions are resized by moving pages when a layer needs more than its region holds.
+Pages are the unit of allocation. On a CPU each layer's pages lie together in one region of the pool, so that a decode
+step reads a layer as one contiguous slice; regions are resized by moving pages when a layer needs more than its region
+holds. Elsewhere the pool is one region and a page never moves.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,49 +20,55 @@ Pages = npt.NDArray[np.int64]
 FREE = -1
 
 
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy a host array to the device without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class PageManager:
     """Who owns which page, on the host: allocation never syncs with the device."""
 
-    def __init__(self, pages: int, layers: int) -> None:
+    def __init__(self, pages: int, regions: int) -> None:
         self.owner: Pages = np.full(pages, FREE, dtype=np.int64)
-        self.layers = layers
-        self.bounds: Pages = np.linspace(0, pages, layers + 1).astype(np.int64)
+        self.regions = regions
+        self.bounds: Pages = np.linspace(0, pages, regions + 1).astype(np.int64)
+        self.used_pages = 0
 
     @property
     def pages(self) -> int:
         return len(self.owner)
 
-    @property
-    def used_pages(self) -> int:
-        return int((self.owner != FREE).sum())
-
-    def region(self, layer: int) -> slice:
-        return slice(int(self.bounds[layer]), int(self.bounds[layer + 1]))
+    def region(self, index: int) -> slice:
+        return slice(int(self.bounds[index]), int(self.bounds[index + 1]))
 
     def free_pages(self) -> Pages:
-        """Free pages in each layer's region, `[L]`."""
+        """Free pages in each region."""
         running = np.concatenate([[0], np.cumsum(self.owner == FREE)])
         return np.asarray(running[self.bounds[1:]] - running[self.bounds[:-1]], dtype=np.int64)
 
-    def span(self, layer: int) -> slice:
-        """The smallest slice of the pool that holds every page of the layer."""
-        region = self.region(layer)
+    def span(self, index: int) -> slice:
+        """The smallest slice of the pool that holds every allocated page of a region."""
+        region = self.region(index)
         held = np.flatnonzero(self.owner[region] != FREE)
         if not len(held):
             return slice(region.start, region.start)
         return slice(region.start + int(held[0]), region.start + int(held[-1]) + 1)
 
-    def allocate(self, layer: int, owners: Pages) -> Pages:
-        """Give the lowest free pages of the layer's region, one for each entry of `owners`.
+    def allocate(self, index: int, owners: Pages) -> Pages:
+        """Give the lowest free pages of a region, one for each entry of `owners`.
 
         Raises:
             CapacityError: the region has too few free pages; nothing changes.
         """
-        region = self.region(layer)
+        region = self.region(index)
         free = np.flatnonzero(self.owner[region] == FREE)[: len(owners)] + region.start
         if len(free) < len(owners):
-            raise CapacityError(f"layer {layer} needs {len(owners)} pages, its region has {len(free)} free")
+            raise CapacityError(f"region {index} needs {len(owners)} pages, it has {len(free)} free")
         self.owner[free] = owners
+        self.used_pages += len(free)
         return np.asarray(free, dtype=np.int64)
 
     def release(self, pages: Pages) -> None:
@@ -71,14 +80,16 @@ class PageManager:
         if len(np.unique(pages)) != len(pages) or (self.owner[pages] == FREE).any():
             raise ValueError("a page was released that is not allocated")
         self.owner[pages] = FREE
+        self.used_pages -= len(pages)
 
     def plan_regions(self, extra: Pages) -> Pages:
-        """New region bounds in which layer l holds `extra[l]` more pages (or fewer); spare ones are shared by size.
+        """New bounds in which region i holds `extra[i]` more pages (or fewer); spare ones are shared by size.
 
         Raises:
             CapacityError: the pool is too small; nothing changes.
         """
-        wanted = np.array([int((self.owner[self.region(layer)] != FREE).sum()) for layer in range(self.layers)]) + extra
+        held = [int((self.owner[self.region(index)] != FREE).sum()) for index in range(self.regions)]
+        wanted = np.array(held) + extra
         spare = self.pages - int(wanted.sum())
         if spare < 0:
             free = self.pages - self.used_pages
@@ -90,12 +101,16 @@ class PageManager:
 
 
 class PageTable:
-    """Pages of one tier of one sequence: a ragged list for every layer and head, made by `PagePool.new_table`."""
+    """Pages of one tier of one sequence: a ragged list for every layer and head, made by `PagePool.new_table`.
 
-    def __init__(self, layers: int, heads: int, lane: int) -> None:
+    `lane` is the sequence's place in the batch, `rank` the order of its tables in the lane's block table.
+    """
+
+    def __init__(self, layers: int, heads: int, lane: int, rank: int) -> None:
         self.pages: Pages = np.full((layers, heads, 0), FREE, dtype=np.int64)
         self.counts: Pages = np.zeros((layers, heads), dtype=np.int64)
-        self.lane = lane
+        self.lane, self.rank = lane, rank
+        self.version = 0
 
     def _widen(self, width: int) -> None:
         missing = width - self.pages.shape[2]
@@ -104,7 +119,11 @@ class PageTable:
 
 
 class PagePool:
-    """K, V and per-slot metadata of every page, and the tables that say whose they are."""
+    """K, V and per-slot metadata of every page, and the tables that say whose they are.
+
+    One page more than the manager gives out is allocated, `nobody_page`: rows of a batch that stand for no sequence
+    write there.
+    """
 
     def __init__(
         self,
@@ -116,16 +135,20 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
         with_statistic: bool,
+        layer_regions: bool | None = None,
     ) -> None:
-        self.manager = PageManager(pages, layers)
+        self.layer_regions = device.type == "cpu" if layer_regions is None else layer_regions
+        self.manager = PageManager(pages, layers if self.layer_regions else 1)
         self.page_slots, self.layers, self.heads, self.head_dim = page_slots, layers, heads, head_dim
-        shape = (pages, page_slots)
+        self.nobody_page = pages
+        shape = (pages + 1, page_slots)
         # Zeroed: a slot that was never written is masked, and 0 * NaN would still poison its page.
         self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.bias = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.statistic = torch.zeros(shape if with_statistic else (0, page_slots), dtype=torch.float32, device=device)
+        scored = pages + 1 if with_statistic else 0
+        self.statistic = torch.zeros(scored, page_slots, dtype=torch.float32, device=device)
         self.tables: list[PageTable] = []
         self.peak_pages = 0
         self.version = 0
@@ -137,20 +160,25 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        return self.page_slots * self.slot_bytes(self.head_dim, self.keys.dtype, self.statistic.shape[0] > 0)
+        return self.page_slots * self.slot_bytes(self.head_dim, self.keys.dtype, len(self.statistic) > 0)
 
     @property
     def used_bytes(self) -> int:
-        return self.manager.used_pages * self.page_bytes
+        """Bytes of the pages in use, nobody's page included."""
+        return (self.manager.used_pages + 1) * self.page_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        return self.manager.pages * self.page_bytes
+        return (self.manager.pages + 1) * self.page_bytes
 
-    def new_table(self, lane: int) -> PageTable:
-        table = PageTable(self.layers, self.heads, lane)
+    def new_table(self, lane: int, rank: int = 0) -> PageTable:
+        table = PageTable(self.layers, self.heads, lane, rank)
         self.tables.append(table)
         return table
+
+    def span(self, layer: int) -> slice:
+        """A slice of the pool that holds every page of a layer."""
+        return self.manager.span(layer) if self.layer_regions else slice(0, self.manager.pages)
 
     def drop_table(self, table: PageTable) -> None:
         """Release every page of a table and forget it."""
@@ -166,8 +194,9 @@ class PagePool:
         """
         if table not in self.tables:
             raise ValueError("this page table was dropped: it can hold no pages")
-        grow = np.maximum(counts - table.counts, 0)
         change = (counts - table.counts).sum(1)
+        if not self.layer_regions:
+            change = change.sum(keepdims=True)
         lacking = change > self.manager.free_pages()
         # Planned before anything is given back, so that a pool that is too small is left as it was.
         bounds = self.manager.plan_regions(change) if lacking.any() else None
@@ -182,15 +211,9 @@ class PagePool:
         if bounds is not None:
             self._move_regions(bounds)
         fresh = (column < counts[..., None]) & (column >= table.counts[..., None])
-        owners = table.lane * self.heads + np.arange(self.heads)
-        taken = []
-        for layer in np.flatnonzero(grow.sum(1)):
-            pages = self.manager.allocate(int(layer), np.repeat(owners, grow[layer]))
-            table.pages[layer][fresh[layer]] = pages
-            taken.append(pages)
-        if taken and self.statistic.shape[0]:
-            self.statistic[torch.from_numpy(np.concatenate(taken)).to(self.bias.device)] = 0.0
+        self._take(table, fresh)
         table.counts = counts.copy()
+        table.version += 1
         self.peak_pages = max(self.peak_pages, self.manager.used_pages)
         self.version += 1
 
@@ -200,43 +223,56 @@ class PagePool:
         held = np.zeros((*table.counts.shape, pages), dtype=np.int64)
         known = min(pages, table.pages.shape[2])
         held[..., :known] = np.maximum(table.pages[..., :known], 0)
-        flat = held[..., None] * self.page_slots + np.arange(self.page_slots)
-        return torch.from_numpy(flat.reshape(*table.counts.shape, -1)[..., :width]).to(self.bias.device)
+        first = upload(held, self.bias.device) * self.page_slots
+        flat = first[..., None] + torch.arange(self.page_slots, device=first.device)
+        return flat.flatten(-2)[..., :width]
+
+    def _take(self, table: PageTable, fresh: npt.NDArray[np.bool_]) -> None:
+        """Allocate a page for every entry of the table that `fresh` marks."""
+        owners = np.broadcast_to(table.lane * self.heads + np.arange(self.heads)[:, None], fresh.shape)
+        regions = [slice(i, i + 1) for i in range(self.layers)] if self.layer_regions else [slice(None)]
+        for index, layers in enumerate(regions):
+            wanted = fresh[layers]
+            if wanted.any():
+                table.pages[layers][wanted] = self.manager.allocate(index, owners[layers][wanted])
+        if self.statistic.shape[0] and fresh.any():
+            self.statistic.index_fill_(0, upload(table.pages[fresh], self.bias.device), 0.0)
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.keys, self.values, self.bias, self.positions, self.statistic) if len(tensor)]
 
     def _blank(self, pages: Pages) -> None:
         """Hide free pages from attention, and forget what they held: a NaN would poison their next owner."""
-        index = torch.from_numpy(pages).to(self.bias.device)
-        self.bias[index] = float("-inf")
-        self.keys[index] = 0.0
-        self.values[index] = 0.0
+        index = upload(pages, self.bias.device)
+        self.bias.index_fill_(0, index, float("-inf"))
+        self.keys.index_fill_(0, index, 0.0)
+        self.values.index_fill_(0, index, 0.0)
 
     def _move_regions(self, bounds: Pages) -> None:
         """Give the layers' regions new bounds, moving pages; every table is rewritten."""
-        manager = self.manager
-        old = [np.flatnonzero(manager.owner[manager.region(i)] != FREE) + manager.bounds[i] for i in range(self.layers)]
+        manager, regions = self.manager, self.manager.regions
+        old = [np.flatnonzero(manager.owner[manager.region(i)] != FREE) + manager.bounds[i] for i in range(regions)]
         packed = [manager.bounds[i] + np.arange(len(pages)) for i, pages in enumerate(old)]
         target = [bounds[i] + np.arange(len(pages)) for i, pages in enumerate(old)]
         remap = np.arange(manager.pages)
         owner = np.full_like(manager.owner, FREE)
-        for i in range(self.layers):
+        for i in range(regions):
             remap[old[i]] = target[i]
             owner[target[i]] = manager.owner[old[i]]
             self._copy_pages(old[i], packed[i])
         # A region that moves right is copied after those to its right, one that moves left after those to its left.
-        rightwards = [i for i in reversed(range(self.layers)) if bounds[i] > manager.bounds[i]]
-        leftwards = [i for i in range(self.layers) if bounds[i] < manager.bounds[i]]
+        rightwards = [i for i in reversed(range(regions)) if bounds[i] > manager.bounds[i]]
+        leftwards = [i for i in range(regions) if bounds[i] < manager.bounds[i]]
         for i in rightwards + leftwards:
             self._copy_pages(packed[i], target[i])
         manager.bounds, manager.owner = bounds, owner
         self._blank(np.flatnonzero(owner == FREE))
         for table in self.tables:
             table.pages = np.where(table.pages == FREE, FREE, remap[np.maximum(table.pages, 0)])
+            table.version += 1
 
     def _copy_pages(self, source: Pages, target: Pages) -> None:
         if len(source) and not np.array_equal(source, target):
-            take, put = (torch.from_numpy(pages).to(self.bias.device) for pages in (source, target))
+            take, put = (upload(pages, self.bias.device) for pages in (source, target))
             for tensor in self._tensors():
                 tensor[put] = tensor[take]

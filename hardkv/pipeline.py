@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,24 +14,45 @@ from hardkv.interfaces import Component
 from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection
 
 
-def claim_layer(parts: Components, view: ScoreView, protected: Tensor, state: dict[str, Tensor]) -> Claims:
-    """Score and calibrate one layer of one sequence; `protected [1, H, N]` marks sinks and local window.
+def claim(
+    parts: Components, view: ScoreView, protected: Tensor, states: Sequence[dict[str, Tensor]]
+) -> tuple[Claims, Tensor]:
+    """Score and calibrate some layers of one sequence; `protected [L, H, N]` marks sinks and local window.
+
+    `states`: the calibrator's, one per layer. Gives the claims, and how many scores at valid slots are not finite,
+    `[L]` int64, for `check_finite`: a look at them here would wait for the device.
 
     Raises:
-        PluginError: the scorer gave a wrong shape or a value that is not finite.
+        PluginError: a component raised, or gave a wrong shape.
     """
     with _blaming("scorer", parts.scorer):
         scores = parts.scorer.score(view)
-    _check_scores(parts.scorer.name, scores, view)
+    _check_shape(parts.scorer.name, scores, view)
+    broken = ~torch.isfinite(scores) & view.valid[:, :, None, :]
+    scores = scores.masked_fill(broken, 0.0)  # so that what follows cannot be blamed for it
     if parts.calibrates:
         reference = _reference_rows(view, scores.shape[2]) if parts.calibrator.needs_reference else None
-        with _blaming("calibrator", parts.calibrator):
+        with _blaming("calibrator", parts.calibrator), _joined(states) as state:
             scores = parts.calibrator.calibrate(scores, reference, view.valid, state)
         if view.queries is not None and scores.shape[2] > 1:  # a row that was never written has no say
             scores = scores * view.row_valid[:, None, :, None]
     with _blaming("budget", parts.budget):
         value, votes = parts.budget.claim(scores, view.valid)
-    return Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid)
+    return Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid), broken.sum((1, 2, 3))
+
+
+def check_finite(scorer: Component, broken: Sequence[int], layers: Sequence[int]) -> None:
+    """Refuse scores that were not finite; `broken`: how many there were in each of the model's `layers`.
+
+    Raises:
+        PluginError: naming the scorer and the first such layer.
+    """
+    for count, layer in zip(broken, layers, strict=True):
+        if count:
+            raise PluginError(
+                f"scorer '{scorer.name}' gave {count} values that are not finite at valid slots of layer {layer}; "
+                "check it for divisions by zero and logarithms of zero"
+            )
 
 
 def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
@@ -77,6 +98,18 @@ def _blaming(kind: str, component: Component) -> Iterator[None]:
         raise PluginError(f"{kind} '{component.name}' raised {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def _joined(states: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """One state for several layers, whose tensors have them along the first axis; written back at the end."""
+    if len(states) == 1:
+        yield states[0]
+        return
+    state = {key: torch.cat([one[key] for one in states]) for key in states[0]}
+    yield state
+    for index, one in enumerate(states):
+        one.update({key: tensor[index : index + 1] for key, tensor in state.items()})
+
+
 def _pool(mode: str, claims: Claims) -> Claims:
     """Share the best claim over the heads that must keep one set."""
     if mode == "per_head":
@@ -101,7 +134,7 @@ def _reference_rows(view: ScoreView, rows: int) -> Tensor:
     return attention.sum(2, keepdim=True) / written[:, None, None, None]
 
 
-def _check_scores(name: str, scores: Tensor, view: ScoreView) -> None:
+def _check_shape(name: str, scores: Tensor, view: ScoreView) -> None:
     batch, heads, slots = view.valid.shape
     rows = view.queries.shape[3] if view.queries is not None else 1
     shape = tuple(scores.shape)
@@ -109,10 +142,4 @@ def _check_scores(name: str, scores: Tensor, view: ScoreView) -> None:
         raise PluginError(
             f"scorer '{name}' gave scores of shape {shape}; expected [B, H, R, N] = "
             f"[{batch}, {heads}, 1 or {rows}, {slots}]"
-        )
-    bad = ~torch.isfinite(scores) & view.valid[:, :, None, :]
-    if bool(bad.any()):
-        raise PluginError(
-            f"scorer '{name}' gave {int(bad.sum())} values that are not finite at valid slots of layer {view.layer}; "
-            "check it for divisions by zero and logarithms of zero"
         )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.interfaces import OnlineScorer
-from hardkv.pipeline import claim_layer, count, keep_best, select
+from hardkv.pipeline import check_finite, claim, count, keep_best, select
 from hardkv.types import AttentionCall, Claims, Limits, ScoreView, TokenBatch
-from hardkv_kernels import causal_attention
+from hardkv_kernels import causal_attention, window_scores
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Prefill:
             positions=positions.expand(1, heads, tokens),
             valid=torch.ones(1, heads, tokens, dtype=torch.bool, device=keys.device),
             scaling=call.scaling,
-            layer=call.layer,
+            layers=(call.layer,),
             softcap=call.softcap,
             queries=queries[None],
             query_positions=positions[None, tokens - queries.shape[2] :],
@@ -166,11 +166,11 @@ class Prefill:
         )
         if self.parts.scorer.online:
             assert isinstance(self.parts.scorer, OnlineScorer)
-            statistic = torch.zeros(1, heads, tokens, device=keys.device)
-            self.parts.scorer.seed(statistic, view.attention)
-            view = view.with_statistic(statistic)
+            view = view.with_statistic(_seeded(self.parts.scorer, view))
         protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
-        return claim_layer(self.parts, view, protected.expand(1, heads, tokens), self.calibration[index])
+        claims, broken = claim(self.parts, view, protected.expand(1, heads, tokens), [self.calibration[index]])
+        check_finite(self.parts.scorer, broken.tolist(), [call.layer])
+        return claims
 
     def _shrink_stage(self) -> None:
         """Cut the newest layer to its provisional selection, and the older ones once they have grown stale."""
@@ -192,3 +192,29 @@ class Prefill:
     def _staged_bytes(self) -> int:
         claims = sum(claim.value.nbytes + claim.votes.nbytes for claim in self.claims)
         return claims + sum(staged.nbytes for staged in self.staged)
+
+
+def _seeded(scorer: OnlineScorer, view: ScoreView) -> Tensor:
+    """The statistic `[B, H, N]` that the window's queries leave, as if each had been one decode step."""
+    fused = scorer.fused
+    if fused is None:
+        statistic = torch.zeros(view.valid.shape, device=view.keys.device)
+        scorer.seed(statistic, view.attention)
+        return statistic
+    assert view.queries is not None
+    seeded: Tensor = window_scores(
+        view.queries,
+        view.query_positions,
+        view.keys,
+        view.positions,
+        view.valid,
+        view.scaling,
+        view.softcap,
+        view.sink_logits,
+        fused.reduction,
+        fused.power,
+        fused.decay,
+        fused.floor,
+        None,
+    )
+    return seeded

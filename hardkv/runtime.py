@@ -14,8 +14,10 @@ from hardkv.admission import usable_bytes
 from hardkv.cache import CascadeCache
 from hardkv.config import Components, GenerationSettings, HardKVConfig, load_config
 from hardkv.costs import measure_costs
+from hardkv.decode_loop import DecodeLoop
 from hardkv.detokenize import Detokenizer
 from hardkv.errors import CapacityError, HardKVError, InputError, did_you_mean
+from hardkv.graph import Graphs
 from hardkv.model_adapter import Decoder, LoadedModel, load_model, read_geometry
 from hardkv.prompts import read_prompts
 from hardkv.results import Generation, Piece, RuntimeStats, SequenceStats, TokenLogprob
@@ -36,6 +38,10 @@ class HardKVRuntime:
         self.geometry = read_geometry(loaded.model)
         self.costs = measure_costs(self.geometry.device, self.geometry.dtype)
         self._cache = CascadeCache(self.geometry, config.cache, components if config.compression else None, self.costs)
+        embeddings: Any = self.model.get_input_embeddings()
+        self._vocabulary = int(embeddings.weight.shape[0])
+        self._loop = DecodeLoop(self._decoder, self._cache, self._vocabulary, Graphs(self.geometry.device))
+        self._overlaps = self.geometry.device.type == "cuda"
         self._stats = self._empty_stats()
 
     @classmethod
@@ -119,7 +125,8 @@ class HardKVRuntime:
 
     def reset(self) -> None:
         """Give back the pool and forget the latest call's statistics."""
-        self._cache.prepare(0, 0)
+        self._cache.release()
+        self._loop.release()
         self._stats = self._empty_stats()
 
     def _pieces(self, request: Request, progress: Progress | None) -> Iterator[Piece]:
@@ -134,7 +141,8 @@ class HardKVRuntime:
         if self._cache.cascades:
             raise HardKVError("the runtime is already generating; finish or close the running stream first")
         self._prepare(requests)
-        scheduler = Scheduler(self._decoder, self._cache, self.config.cache.prefill_chunk_tokens, progress)
+        self._loop.prepare()
+        scheduler = Scheduler(self._loop, self.config.cache.prefill_chunk_tokens, progress, self._overlaps)
         ended: list[tuple[Request, SequenceStats]] = []
         try:
             for event in scheduler.run(requests):
@@ -151,9 +159,7 @@ class HardKVRuntime:
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
             raise InputError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}")
         settings = _overridden(self.config.generation, overrides)
-        embeddings: Any = self.model.get_input_embeddings()
-        vocabulary = int(embeddings.weight.shape[0])
-        read = read_prompts(prompts, self.tokenizer, vocabulary)
+        read = read_prompts(prompts, self.tokenizer, self._vocabulary)
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else self._end_ids())
         requests = []
         for index, ids in enumerate(read.token_ids):
@@ -178,7 +184,7 @@ class HardKVRuntime:
 
     def _check_memory(self, requests: list[Request]) -> None:
         admission, limit = self._cache.admission, self.config.cache.pool_bytes
-        free = usable_bytes(self.geometry.device)
+        free = usable_bytes(self.geometry.device) + self._cache.held_bytes
         for request in requests:
             prompt = len(request.prompt_ids)
             pool = admission.sequence_pages(request.max_tokens) * admission.page_bytes
@@ -198,7 +204,7 @@ class HardKVRuntime:
     def _prepare(self, requests: list[Request]) -> None:
         """Size the pool for as many of the requests at once as memory and `max_sequences` allow."""
         admission, settings = self._cache.admission, self.config.cache
-        free = usable_bytes(self.geometry.device)
+        free = usable_bytes(self.geometry.device) + self._cache.held_bytes
         transient = max(admission.prefill_bytes(len(request.prompt_ids)) for request in requests)
         needs = sorted((admission.sequence_pages(request.max_tokens) for request in requests), reverse=True)
         pages, lanes = needs[0], 1
@@ -214,7 +220,10 @@ class HardKVRuntime:
         more = (pages + slack) * admission.page_bytes
         if more <= (free if settings.pool_bytes is None else settings.pool_bytes):
             pages += slack
-        self._cache.prepare(pages, lanes)
+        longest = max(request.max_tokens for request in requests)
+        # Buffers made here may only be written in inference mode; that spares each write the version count of autograd.
+        with torch.inference_mode():
+            self._cache.prepare(pages, lanes, admission.head_pages(longest))
 
     def _collect(self, scheduler: Scheduler, ended: list[tuple[Request, SequenceStats]]) -> RuntimeStats:
         kept = torch.tensor([stats.tokens_kept for _, stats in ended], dtype=torch.float64).mean(0)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hardkv.cache import CascadeCache
 from hardkv.config import GenerationSettings
+from hardkv.decode_loop import DecodeLoop
 from hardkv.errors import HardKVError
-from hardkv.model_adapter import Decoder, Sampler
-from hardkv.model_adapter.sampling import Choice
+from hardkv.overlap import Overlap
 from hardkv.results import FinishReason, SequenceStats
+from hardkv.sampling import Choice, SamplingRules, with_logprobs
 from hardkv.tiers.cascade import Cascade
 from hardkv.types import AttentionCall
 
@@ -55,28 +56,13 @@ class Event:
     error: HardKVError | None = None
 
 
-class _ForcedChooser:
-    """Stands in for a sampler where the tokens are given."""
-
-    is_plain = False
-
-    def __init__(self, forced: list[int], on_logits: Callable[[Tensor], None]) -> None:
-        self.rest, self.on_logits = deque(forced), on_logits
-
-    def choose(self, logits: Tensor) -> Choice:
-        self.on_logits(logits)
-        return Choice(self.rest.popleft() if self.rest else 0, None, {})
-
-    def accept(self, token_id: int) -> None:
-        return None
-
-
 @dataclass
 class _Running:
     request: Request
     cascade: Cascade
-    sampler: Sampler | _ForcedChooser
-    next_id: int = 0
+    rules: SamplingRules
+    rest: deque[int]
+    """Tokens still to be fed to a forced request."""
 
 
 class _PrefillServer:
@@ -89,21 +75,18 @@ class _PrefillServer:
         return self.cache.prefill_attend(self.cascade, call)
 
 
-class _StepServer:
-    """Serves one token of every running sequence."""
-
-    def __init__(self, cache: CascadeCache) -> None:
-        self.cache = cache
-
-    def attend(self, call: AttentionCall, sliding_window: int | None) -> Tensor:
-        return self.cache.attend(call)
-
-
 class Scheduler:
-    """Runs requests over one cache; sequences join when there is room and leave when they end."""
+    """Runs requests over one cache; sequences join when there is room and leave when they end.
 
-    def __init__(self, decoder: Decoder, cache: CascadeCache, chunk_tokens: int, progress: Progress | None) -> None:
-        self.decoder, self.cache, self.chunk_tokens, self.progress = decoder, cache, chunk_tokens, progress
+    `overlaps`: compress a sequence while the others decode, instead of before the next step of all. A pass does the
+    same either way; it pays where the device works on its own.
+    """
+
+    def __init__(self, loop: DecodeLoop, chunk_tokens: int, progress: Progress | None, overlaps: bool) -> None:
+        self.loop, self.cache, self.chunk_tokens, self.progress = loop, loop.cache, chunk_tokens, progress
+        self.decoder = loop.decoder
+        self.overlap = Overlap(self.cache)
+        self.overlaps = overlaps
         self.waiting: deque[Request] = deque()
         self.running: list[_Running] = []
         self.step_seconds: list[float] = []
@@ -138,54 +121,66 @@ class Scheduler:
         except BaseException:
             self.cache.close(cascade)
             raise
-        running = _Running(request, cascade, self._sampler(request))
+        rules = _rules(request.settings) if request.forced is None else SamplingRules()
+        running = _Running(request, cascade, rules, deque(request.forced or ()))
         self.running.append(running)
-        yield from self._choose(running, logits[0])
-
-    def _sampler(self, request: Request) -> Sampler | _ForcedChooser:
-        if request.forced is not None and request.on_logits is not None:
-            return _ForcedChooser(request.forced, request.on_logits)
-        return Sampler(request.settings, request.seed, request.prompt_ids, self.decoder.device)
+        with self.cache.watch.phase("decode"):
+            chosen = self.loop.start(cascade.lane, rules, request.seed, request.prompt_ids, logits)
+        yield from self._take(running, chosen, logits[0])
 
     def _step(self) -> Iterator[Event]:
         started = time.perf_counter()
-        for running in list(self.running):
-            if self.cache.due(running.cascade):
-                try:
-                    self.cache.compress(running.cascade)
-                except HardKVError as error:
-                    self.running.remove(running)
-                    yield self._fail(running.request, running.cascade, error)
-        if not self.running:
-            return
-        batch = list(self.running)
-        with self.cache.watch.phase("decode"):
-            self.cache.begin_step([running.cascade for running in batch])
-            self.kv_bytes = self.cache.note_peak()
-            device = self.decoder.device
-            tokens = torch.tensor([running.next_id for running in batch], device=device)
-            logits = self.decoder.decode(tokens, self.cache.step.positions, _StepServer(self.cache))
-            likeliest = logits.argmax(-1).tolist()
-        self.step_seconds.append(time.perf_counter() - started)
-        for row, running in enumerate(batch):
-            if running.sampler.is_plain:
-                yield from self._take(running, Choice(likeliest[row], None, {}))
-            else:
-                yield from self._choose(running, logits[row])
+        yield from self._compress_due()
+        batch = [running for running in self.running if running.cascade not in self.overlap]
+        if batch:
+            with self.cache.watch.phase("decode"):
+                self.overlap.mark()
+                cascades = [running.cascade for running in batch]
+                chosen, logits = self.loop.step(cascades, [running.rules for running in batch])
+                self.kv_bytes = self.cache.note_peak()
+        ended = self.overlap.advance(wait=not batch)
+        if batch:
+            with self.cache.watch.phase("decode"):
+                tokens = chosen.tolist()
+            self.step_seconds.append(time.perf_counter() - started)
+            for row, running in enumerate(batch):
+                yield from self._take(running, tokens[row], logits[row])
+        for cascade, error in ended:
+            if error is not None:
+                yield from self._drop(cascade, error)
 
-    def _choose(self, running: _Running, logits: Tensor) -> Iterator[Event]:
-        with self.cache.watch.phase("decode"):
-            choice = running.sampler.choose(logits)
-        yield from self._take(running, choice)
+    def _compress_due(self) -> Iterator[Event]:
+        ready = [running for running in self.running if running.cascade not in self.overlap]
+        due = [running for running in ready if running.cascade.dense.full]
+        for running in due:
+            if self.overlaps and len(due) < len(ready):
+                self.overlap.add(running.cascade)
+                continue
+            try:
+                self.cache.compress(running.cascade)
+            except HardKVError as error:
+                yield from self._drop(running.cascade, error)
 
-    def _take(self, running: _Running, choice: Choice) -> Iterator[Event]:
+    def _drop(self, cascade: Cascade, error: HardKVError) -> Iterator[Event]:
+        running = next(running for running in self.running if running.cascade is cascade)
+        self.running.remove(running)
+        yield self._fail(running.request, cascade, error)
+
+    def _take(self, running: _Running, token_id: int, logits: Tensor) -> Iterator[Event]:
+        """Take a chosen token; `logits [V]` are those it was chosen from."""
         request = running.request
-        running.next_id = choice.token_id
-        running.sampler.accept(choice.token_id)
-        request.generated.append(choice.token_id)
+        if request.on_logits is not None:
+            request.on_logits(logits)
+        if request.forced is not None:
+            token_id = running.rest.popleft() if running.rest else 0
+            self.loop.put(running.cascade.lane, token_id)
+        choice = Choice(token_id, None, {})
+        if request.settings.logprobs is not None:
+            choice = with_logprobs(token_id, logits, request.settings.logprobs)
+        request.generated.append(token_id)
         yield Event(request, choice)
         reason: FinishReason | None = None
-        if request.cancelled or choice.token_id in request.end_ids:
+        if request.cancelled or token_id in request.end_ids:
             reason = "stop"
         elif len(request.prompt_ids) + len(request.generated) >= request.max_tokens:
             reason = "length"
@@ -215,3 +210,9 @@ class Scheduler:
             compressions=cascade.compressions,
             mean_tokens_after_compression=list(cascade.kept_after_compression),
         )
+
+
+def _rules(settings: GenerationSettings) -> SamplingRules:
+    return SamplingRules(
+        settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoreView:
-    """What an importance scorer sees: the resident tokens of one layer, in position order.
+    """What an importance scorer sees: the resident tokens of some layers of one sequence, in position order.
+
+    Each row of B is one layer; a device that waits for launches is given many at once, a CPU one at a time.
 
     Slots where `valid` is False may hold anything, NaN included, and must not influence the result.
     """
@@ -24,7 +27,7 @@ class ScoreView:
     positions: Tensor  # [B, H, N] int64, the RoPE index each slot was written with
     valid: Tensor  # [B, H, N] bool
     scaling: float  # logits = q.k * scaling
-    layer: int = 0
+    layers: tuple[int, ...] = (0,)  # the model layer of each row of B; a single one stands for all
     softcap: float | None = None
     queries: Tensor | None = None  # [B, H, G, W, D], post-RoPE, each rotated at its own position
     query_positions: Tensor | None = None  # [B, W] int64, -1 where the row was never written
@@ -128,6 +131,19 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class FusedUpdate:
+    """An online scorer's update in a form that one kernel can do, with p = max(probability, floor).
+
+    `power`: `statistic = decay * statistic + mean_g p ** power`. `max`: `statistic = max(statistic, max_g p)`.
+    """
+
+    reduction: Literal["power", "max"]
+    power: float = 1.0
+    decay: float = 1.0
+    floor: float = 0.0
+
+
+@dataclass(frozen=True)
 class Selection:
     """Which resident slots of one sequence are kept; slots of a head are in position order."""
 
@@ -156,6 +172,19 @@ class Layout:
     reserve_slots: Tensor  # [L, H] int64, slots to hold pages for, at least what stays
 
 
+class SlotStore(Protocol):
+    """Slots in the pages of the pool, the same number in every head, that a tier may keep its tokens in.
+
+    The decode step attends them together with all other pages, in one launch.
+    """
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of `keys, values [H, N, D]` and `bias [H, N]` float32 of one layer's N slots."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, bias: Tensor) -> None:
+        """Replace them; a bias of -inf hides a slot, any other number is added to its logit."""
+
+
 @dataclass(frozen=True)
 class TierShape:
     """What a tier must be able to hold for one sequence."""
@@ -166,6 +195,7 @@ class TierShape:
     slots: int  # capacity per layer and head, from `cache.condensed_slots`
     dtype: torch.dtype
     device: torch.device
+    store: SlotStore | None = None  # given to a tier that says `lies_in_pages`
 
 
 @dataclass(frozen=True)
@@ -199,6 +229,16 @@ class ModelGeometry:
 
 
 @dataclass(frozen=True)
+class AttentionSettings:
+    """What stays the same from call to call of one attention layer."""
+
+    layer: int
+    scaling: float
+    softcap: float | None
+    sink_logits: Tensor | None  # [H*G]
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """One attention layer's inputs and settings, as the model hands them over."""
 
@@ -209,3 +249,8 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H*G]
+
+    @property
+    def settings(self) -> AttentionSettings:
+        """The part that may be kept: it refers to no K or V."""
+        return AttentionSettings(self.layer, self.scaling, self.softcap, self.sink_logits)

@@ -39,6 +39,16 @@ def snapshot(pool: PagePool) -> list[object]:
     return [*host, *(tensor.numpy().tobytes() for tensor in contents)]
 
 
+def owned_pages(pool: PagePool) -> torch.Tensor:
+    """Which pages are in use, nobody's page at the end included."""
+    return torch.from_numpy(np.append(pool.manager.owner != FREE, True))
+
+
+def pool_span(pool: PagePool, layer: int) -> slice:
+    """Where the pages of a layer may lie."""
+    return pool.manager.region(layer if pool.layer_regions else 0)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Tables come, grow, shrink, are written and go; regions move beneath them."""
 
@@ -48,10 +58,22 @@ class PoolMachine(RuleBasedStateMachine):
         layers=st.integers(1, 4),
         heads=st.integers(1, 3),
         with_statistic=st.booleans(),
+        layer_regions=st.booleans(),
     )
-    def build(self, pages: int, page_slots: int, layers: int, heads: int, with_statistic: bool) -> None:
-        device = torch.device("cpu")
-        self.pool = PagePool(pages, page_slots, layers, heads, HEAD_DIM, torch.float32, device, with_statistic)
+    def build(
+        self, pages: int, page_slots: int, layers: int, heads: int, with_statistic: bool, layer_regions: bool
+    ) -> None:
+        self.pool = PagePool(
+            pages,
+            page_slots,
+            layers,
+            heads,
+            HEAD_DIM,
+            torch.float32,
+            torch.device("cpu"),
+            with_statistic,
+            layer_regions=layer_regions,
+        )
         self.live: list[ModelTable] = []
         self.dropped: list[PageTable] = []
         self.next_marker = 1
@@ -111,7 +133,8 @@ class PoolMachine(RuleBasedStateMachine):
                 pool.resize(target.table, counts)
             assert snapshot(pool) == before
             return
-        pages_before, version = [table.pages.tolist() for table in pool.tables], pool.version
+        pages_before = [table.pages.tolist() for table in pool.tables]
+        versions = [table.version for table in pool.tables]
         pool.resize(target.table, counts)
         for layer in range(pool.layers):
             for head in range(pool.heads):
@@ -119,7 +142,9 @@ class PoolMachine(RuleBasedStateMachine):
                 missing = counts[layer, head] - len(held)
                 target.pages[layer][head] = held + [[EMPTY] * pool.page_slots for _ in range(missing)]
         self.peak = max(self.peak, used + change)
-        assert [table.pages.tolist() for table in pool.tables] == pages_before or pool.version > version
+        for table, pages, version in zip(pool.tables, pages_before, versions, strict=True):
+            assert table.pages.tolist() == pages or table.version > version
+            assert pool.layer_regions or table is target.table or table.pages.tolist() == pages
 
     @precondition(lambda self: any(model.counts().any() for model in self.live))
     @rule(data=st.data())
@@ -192,7 +217,7 @@ class PoolMachine(RuleBasedStateMachine):
                 count = int(model.counts()[layer, head])
                 pages = model.table.pages[layer, head]
                 assert (pages[count:] == FREE).all()
-                region = manager.region(layer)
+                region = pool_span(self.pool, layer)
                 for page in pages[:count].tolist():
                     assert region.start <= page < region.stop
                     assert manager.owner[page] == model.lane * self.pool.heads + head
@@ -208,17 +233,20 @@ class PoolMachine(RuleBasedStateMachine):
         assert manager.bounds[0] == 0
         assert manager.bounds[-1] == manager.pages
         assert (np.diff(manager.bounds) >= 0).all()
-        free = [(manager.owner[manager.region(layer)] == FREE).sum() for layer in range(self.pool.layers)]
+        free = [(manager.owner[manager.region(index)] == FREE).sum() for index in range(manager.regions)]
         assert manager.free_pages().tolist() == free
         for layer in range(self.pool.layers):
             held = [page for model in self.live for page in model.table.pages[layer].flatten() if page != FREE]
-            span = manager.span(layer)
-            assert (span.start, span.stop) == ((min(held), max(held) + 1) if held else (span.start, span.start))
+            span = self.pool.span(layer)
+            if self.pool.layer_regions:
+                assert (span.start, span.stop) == ((min(held), max(held) + 1) if held else (span.start, span.start))
+            else:
+                assert (span.start, span.stop) == (0, manager.pages)
 
     @invariant()
     def contents_survive_bit_for_bit(self) -> None:
         pool = self.pool
-        marks = torch.full((pool.manager.pages, pool.page_slots), EMPTY, dtype=torch.int32)
+        marks = torch.full((pool.manager.pages + 1, pool.page_slots), EMPTY, dtype=torch.int32)
         for model in self.live:
             for layer, head in np.ndindex(*model.counts().shape):
                 for page, slots in zip(model.table.pages[layer, head].tolist(), model.pages[layer][head], strict=False):
@@ -230,7 +258,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert torch.equal(pool.values, torch.where(written, number + 0.5, 0.0)[..., None].expand(-1, -1, HEAD_DIM))
         assert torch.equal(pool.positions[written], marks[written])
         if pool.statistic.shape[0]:
-            owned = torch.from_numpy(pool.manager.owner != FREE)
+            owned = owned_pages(pool)
             assert torch.equal(pool.statistic[owned], torch.where(written, number + 0.25, 0.0)[owned])
 
     @invariant()
@@ -238,7 +266,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pool
         tensors = (pool.keys, pool.values, pool.bias, pool.positions, pool.statistic)
         assert pool.reserved_bytes == sum(tensor.nbytes for tensor in tensors)
-        owned = torch.from_numpy(pool.manager.owner != FREE)
+        owned = owned_pages(pool)
         assert pool.used_bytes == sum(tensor[owned].nbytes for tensor in tensors if len(tensor))
         assert [tensor.data_ptr() for tensor in tensors[:3]] == self.addresses
 
@@ -268,7 +296,7 @@ def test_a_move_leaves_nothing_of_the_old_owner_behind() -> None:
     pool.resize(second, np.array([[2], [0], [0]]))
     moved = first.pages[first.pages != FREE]
     assert moved.tolist() != place.tolist()
-    written = torch.zeros(6, dtype=torch.bool).index_fill_(0, torch.from_numpy(moved), True)
+    written = torch.zeros(7, dtype=torch.bool).index_fill_(0, torch.from_numpy(moved), True)
     assert pool.keys[written].isnan().all()
     assert not pool.keys[~written].any()
 

@@ -19,8 +19,8 @@ from hardkv.regularize.rewrite import Rewrite
 from hardkv.regularize.sparse_load import SparseLoad
 from hardkv.tiers.cascade import Cascade
 from hardkv.tiers.evict import Evict
-from hardkv.types import CostModel, Layout, Limits, Selection, TierShape, TokenBatch
-from hardkv_kernels import merge_states
+from hardkv.types import CostModel, Layout, Limits, Selection, TokenBatch
+from tests.oracles import lay_out, merged
 
 SEEDS = st.integers(0, 2**31 - 1)
 REGULARIZERS: dict[str, Regularizer] = {
@@ -136,7 +136,7 @@ def test_attention_over_the_layout_is_masked_attention_over_the_original(
     device, dtype = torch.device("cpu"), torch.float64
     pool = PagePool(160, page_slots, layers, heads, head_dim, dtype, device, False)
     cascade = Cascade(pool, 0, 1, window, interval, Evict())
-    cascade.dense.allocate(TierShape(layers, heads, head_dim, window + interval, dtype, device))
+    cascade.allocate(0)
     for _ in range(rounds):
         fresh = cascade.dense.capacity - cascade.dense.length
         positions = torch.arange(cascade.seen_tokens, cascade.seen_tokens + fresh).expand(heads, fresh)
@@ -145,7 +145,7 @@ def test_attention_over_the_layout_is_masked_attention_over_the_original(
             cascade.dense.admit(layer, TokenBatch(keys, values, positions, positions >= 0))
         cascade.seen_tokens += fresh
         resident = cascade.resident()
-        original = [cascade.gather(resident, layer) for layer in range(layers)]
+        original = list(zip(*cascade.gather(resident, slice(None)), strict=True))
         chosen = torch.rand(resident.valid.shape, generator=rng) < density
         selection = Selection(
             keep=(chosen | resident.protected) & resident.valid,
@@ -153,12 +153,12 @@ def test_attention_over_the_layout_is_masked_attention_over_the_original(
             held_slots=resident.valid.sum(-1),
         )
         layout = REGULARIZERS[name].layout(selection, cost, limits_of(upper))
-        cascade.apply(resident, layout, None)
+        lay_out(cascade, resident, layout)
         check_residents(cascade, resident.positions, selection, layout)
         query = torch.randn(heads, 3, head_dim, generator=rng, dtype=dtype)
         for layer, (keys, values) in enumerate(original):
             states = [tier.attend(layer, query, scaling) for tier in (cascade.sparse, cascade.dense)]
-            out, lse = merge_states([state[0] for state in states], [state[1] for state in states])
+            out, lse = merged([state[0] for state in states], [state[1] for state in states])
             mask = layout.keep[layer][:, None]
             logits = (query @ keys.transpose(-1, -2) * scaling).masked_fill(~mask, float("-inf"))
             expected = torch.softmax(logits, -1) @ values.masked_fill(~resident.valid[layer][..., None], 0.0)

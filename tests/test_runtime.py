@@ -10,7 +10,7 @@ import torch
 from hardkv import HardKVCache, HardKVRuntime, InputError, OnlineScorer, ScoreView
 from hardkv.errors import CapacityError, ConfigError, HardKVError, ModelNotFoundError, PluginError
 from hardkv.model_adapter import LoadedModel
-from hardkv.scheduler import Request, Scheduler, _StepServer
+from hardkv.scheduler import Request, Scheduler
 from tests.no_sync import NoSync
 from tests.test_families import stock
 from tests.tiny_models import VOCABULARY, hf_generate, loaded
@@ -171,7 +171,7 @@ def test_bytes_are_really_freed(model: LoadedModel) -> None:
         stats = runtime.stats()
         assert stats.kv_bytes <= stats.kv_bytes_peak
         assert stats.kv_bytes <= stats.kv_bytes_reserved
-        assert runtime._cache.pool.used_bytes == 0  # all sequences have ended
+        assert runtime._cache.pool.manager.used_pages == 0  # all sequences have ended
 
 
 def test_reset_and_reuse_leave_nothing_behind(model: LoadedModel) -> None:
@@ -288,7 +288,7 @@ def test_an_abandoned_stream_gives_its_memory_back(runtime: HardKVRuntime) -> No
     with pytest.raises(HardKVError, match="already generating"):
         runtime.generate("x", max_new_tokens=2)
     stream.close()  # type: ignore[attr-defined]
-    assert runtime._cache.pool.used_bytes == 0
+    assert runtime._cache.pool.manager.used_pages == 0
     assert len(runtime.generate("x", max_new_tokens=2).token_ids) == 2
 
 
@@ -423,21 +423,30 @@ def test_a_scorer_that_breaks_takes_down_its_own_sequence_only(model: LoadedMode
     with pytest.raises(PluginError, match=told):
         runtime.generate(long, max_new_tokens=40, ignore_eos=True)
     assert runtime.generate(short, max_new_tokens=40, ignore_eos=True).token_ids == rows[0].token_ids
-    assert runtime._cache.pool.used_bytes == 0
+    assert runtime._cache.pool.manager.used_pages == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_model_s_decode_step_makes_no_host_sync(family: str) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_a_whole_step_makes_no_host_sync(family: str, sampling: dict[str, Any]) -> None:
+    """Embedding, layers, cache, statistic and sampling, for sequences that joined at different lengths."""
     runtime = HardKVRuntime.from_config(BASE, loaded=loaded(family))
-    cache, decoder = runtime._cache, runtime._decoder
-    requests, _ = runtime._requests([prompt(24, 60), prompt(25, 90)], {"max_new_tokens": 20, "ignore_eos": True})
+    running = started(runtime, [prompt(24, 60), prompt(25, 90)], {"max_new_tokens": 20, "ignore_eos": True, **sampling})
+    cascades, rules = [one.cascade for one in running], [one.rules for one in running]
+    runtime._loop.step(cascades, rules)  # binds: what changes only between steps may be uploaded
+    with NoSync():  # type: ignore[no-untyped-call]
+        chosen, logits = runtime._loop.step(cascades, rules)
+    assert chosen.shape == (2,)
+    assert logits.shape == (2, VOCABULARY)
+
+
+def started(runtime: HardKVRuntime, prompts: list[list[int]], settings: dict[str, Any]) -> list[Any]:
+    """Prefill prompts and stop before the first decode step."""
+    requests, _ = runtime._requests(prompts, settings)
     runtime._prepare(requests)
-    scheduler = Scheduler(decoder, cache, 2048, None)
+    runtime._loop.prepare()
+    scheduler = Scheduler(runtime._loop, 2048, None, False)
     for request in requests:
         assert isinstance(request, Request)
         list(scheduler._admit(request))
-    cache.begin_step([running.cascade for running in scheduler.running])
-    tokens = torch.tensor([1, 2])
-    with NoSync():  # type: ignore[no-untyped-call]
-        logits = decoder.decode(tokens, cache.step.positions, _StepServer(cache))
-    assert logits.shape == (2, VOCABULARY)
+    return scheduler.running

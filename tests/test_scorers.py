@@ -70,7 +70,7 @@ def make_view(
         positions=positions.masked_fill(~valid, -(2**40)),
         valid=valid,
         scaling=dim**-0.5,
-        layer=3,
+        layers=(3,),
         queries=queries.masked_fill((query_positions < 0)[:, None, None, :, None], float("nan")),
         query_positions=query_positions,
         statistic=statistic.masked_fill(~valid, float("nan")),
@@ -417,7 +417,7 @@ def test_random_is_seeded_and_leaves_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
     score = SCORERS["random"].score(view)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(score, SCORERS["random"].score(replace(view, layer=4)))
+    assert not torch.equal(score, SCORERS["random"].score(replace(view, layers=(4,))))
     assert not torch.equal(score, Random(Random.Config(seed=8)).score(view))
 
 

@@ -23,10 +23,11 @@ from hardkv.tiers.dense import DenseTier
 from hardkv.tiers.evict import Evict
 from hardkv.tiers.merge import Merge
 from hardkv.tiers.paged import PagedTier
-from hardkv.tiers.sliding import SlidingRing
+from hardkv.tiers.sliding import SlidingRings
 from hardkv.tiers.sparse import SparseTier
-from hardkv.types import Layout, TierShape, TokenBatch
-from hardkv_kernels import merge_states
+from hardkv.types import AttentionCall, Layout, TierShape, TokenBatch
+from hardkv_kernels import append
+from tests.oracles import lay_out, merged
 
 SEEDS = st.integers(0, 2**31 - 1)
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ class PagedTierMachine(RuleBasedStateMachine):
         """Room for a dense tier's capacity; where the pool is short, it has none and refuses its first token."""
         tier, pool = self.tiers[index], self.pool
         assert isinstance(tier, DenseTier)
-        needed = tier.pages_for(tier.capacity) * pool.layers * pool.heads - int(tier.table.counts.sum())
+        needed = -(-tier.capacity // pool.page_slots) * pool.layers * pool.heads - int(tier.table.counts.sum())
         shape = TierShape(pool.layers, pool.heads, HEAD_DIM, tier.capacity, torch.float32, CPU)
         if needed > pool.manager.pages - pool.manager.used_pages:
             before = frozen(pool, *self.tiers)
@@ -189,7 +190,7 @@ class PagedTierMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_and_addresses(self) -> None:
         pool = self.pool
-        assert sum(tier.allocated_bytes for tier in self.tiers) == pool.used_bytes
+        assert sum(tier.allocated_bytes for tier in self.tiers) == pool.used_bytes - pool.page_bytes
         assert (pool.keys.data_ptr(), pool.values.data_ptr(), pool.bias.data_ptr()) == self.addresses
 
 
@@ -269,7 +270,7 @@ class CascadeMachine(RuleBasedStateMachine):
         self.dropped: dict[tuple[int, int], list[int]] = {}
         for lane in range(2):
             cascade = Cascade(self.pool, lane, sinks, local_window, interval, Evict())
-            cascade.dense.allocate(TierShape(layers, heads, HEAD_DIM, self.capacity, torch.float32, CPU))
+            cascade.allocate(0)
             self.cascades.append(cascade)
             self.models.append([[HeadModel([], []) for _ in range(heads)] for _ in range(layers)])
 
@@ -319,7 +320,7 @@ class CascadeMachine(RuleBasedStateMachine):
                 pairs = zip(tokens.positions[head][mask].tolist(), tokens.keys[head][mask], strict=True)
                 heard[layer, head].extend(pairs)
 
-        cascade.apply(resident, layout, drop)
+        lay_out(cascade, resident, layout, drop)
         for (layer, head), dropped in heard.items():
             model[layer][head] = expected[layer, head]
             assert [position for position, _ in dropped] == gone[layer, head]
@@ -358,7 +359,7 @@ class CascadeMachine(RuleBasedStateMachine):
         old.close()
         assert not (pool.manager.owner // pool.heads == lane)[pool.manager.owner != FREE].any()
         fresh = Cascade(pool, lane, self.sinks, self.local_window, self.capacity - self.local_window, old.last.fresh())
-        fresh.dense.allocate(TierShape(pool.layers, pool.heads, HEAD_DIM, self.capacity, torch.float32, CPU))
+        fresh.allocate(0)
         self.cascades[lane] = fresh
         self.models[lane] = [[HeadModel([], []) for _ in range(pool.heads)] for _ in range(pool.layers)]
 
@@ -367,7 +368,7 @@ class CascadeMachine(RuleBasedStateMachine):
         for lane, (cascade, model) in enumerate(zip(self.cascades, self.models, strict=True)):
             resident = cascade.resident()
             for layer, heads in enumerate(model):
-                keys, values = cascade.gather(resident, layer)
+                keys, values = (part[0] for part in cascade.gather(resident, slice(layer, layer + 1)))
                 for head, held in enumerate(heads):
                     valid = resident.valid[layer, head]
                     positions = [position for position, _ in held.sparse] + held.dense
@@ -393,7 +394,7 @@ class CascadeMachine(RuleBasedStateMachine):
             assert cascade.kept_tokens().tolist() == [[len(row) for row in layer] for layer in shown]
             for layer, rows in enumerate(shown):
                 states = [tier.attend(layer, query, SCALING) for tier in (cascade.dense, cascade.sparse, cascade.last)]
-                out, lse = merge_states([state[0] for state in states], [state[1] for state in states])
+                out, lse = merged([state[0] for state in states], [state[1] for state in states])
                 for head, row in enumerate(rows):
                     tokens = [token(self.number(lane, layer, head, at)) for at in row]
                     expected = exact(query[head], [key for key, _ in tokens], [value for _, value in tokens])
@@ -436,7 +437,6 @@ def test_merge_is_exact_for_the_reference_query_round_after_round(
     tier.allocate(TierShape(2, heads, HEAD_DIM, slots, torch.float64, CPU))
     same_query = torch.randn(heads, HEAD_DIM, generator=rng, dtype=torch.float64) * strong
     history: list[TokenBatch] = []
-    addresses = (tier.keys.data_ptr(), tier.values.data_ptr(), tier.bias.data_ptr())
     for round_number in range(rounds):
         fixed = bool(seed % 2)
         query = same_query if fixed else torch.randn(heads, HEAD_DIM, generator=rng, dtype=torch.float64) * strong
@@ -448,7 +448,7 @@ def test_merge_is_exact_for_the_reference_query_round_after_round(
         for head in range(heads):
             mask = tokens.mask[head]
             donors = exact(query[head][None], list(tokens.keys[head][mask]), list(tokens.values[head][mask]))
-            expected = merge_states([before[0][head].double(), donors[0]], [before[1][head].double(), donors[1]])
+            expected = merged([before[0][head].double(), donors[0]], [before[1][head].double(), donors[1]])
             assert_close(out[head], expected[0], 1e-4)
             assert_close(lse[head], expected[1], 1e-4)
             if fixed:  # the same reference all along: exact over every donor there ever was
@@ -457,12 +457,12 @@ def test_merge_is_exact_for_the_reference_query_round_after_round(
                 expected = exact(query[head][None], keys, values)
                 assert_close(out[head], expected[0], 1e-4)
                 assert_close(lse[head], expected[1], 1e-4)
-        assert round_number or torch.isfinite(tier.bias[1]).sum(-1).tolist() == [
+        assert round_number or torch.isfinite(tier.read(1)[2]).sum(-1).tolist() == [
             min(slots, int(count)) for count in tokens.mask.sum(-1)
         ]
-    assert (tier.keys.data_ptr(), tier.values.data_ptr(), tier.bias.data_ptr()) == addresses
-    assert torch.isneginf(tier.bias[0]).all()
-    assert not tier.keys[0].any()
+    untouched_keys, _, untouched_bias = tier.read(0)
+    assert torch.isneginf(untouched_bias).all()
+    assert not untouched_keys.any()
     assert tier.allocated_bytes == 2 * heads * slots * (2 * HEAD_DIM * 8 + 4)
     tier.reset()
     assert tier.allocated_bytes == 0
@@ -481,9 +481,10 @@ def test_a_single_donor_is_kept_as_it_is() -> None:
     key, value = token(1)
     positions, mask = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
     tier.admit(0, TokenBatch(key[None, None], value[None, None], positions, mask, SCALING, torch.ones(1, HEAD_DIM)))
-    assert torch.equal(tier.keys[0, 0, 0], key)
-    assert torch.equal(tier.values[0, 0, 0], value)
-    assert tier.bias[0, 0].tolist() == [0.0, -torch.inf]
+    keys, values, bias = tier.read(0)
+    assert torch.equal(keys[0, 0], key)
+    assert torch.equal(values[0, 0], value)
+    assert bias[0].tolist() == [0.0, -torch.inf]
 
 
 def test_evict_keeps_and_answers_nothing() -> None:
@@ -519,12 +520,13 @@ def test_tiers_compose_by_log_sum_exp(seed: int, sparse: int, dense: int, donors
                 values[head] += [token(number)[1] for number in row]
     merge = tiers[-1]
     assert isinstance(merge, Merge)
-    out, lse = merge_states(*map(list, zip(*(tier.attend(0, query, SCALING) for tier in tiers), strict=True)))
+    out, lse = merged(*map(list, zip(*(tier.attend(0, query, SCALING) for tier in tiers), strict=True)))
     for head in range(heads):
-        filled = torch.isfinite(merge.bias[0, head])
-        every_key = torch.stack([*keys[head], *merge.keys[0, head][filled], torch.zeros(HEAD_DIM)]).double()
-        every_value = torch.stack([*values[head], *merge.values[0, head][filled], torch.zeros(HEAD_DIM)]).double()
-        bias = torch.cat([torch.zeros(len(keys[head])), merge.bias[0, head][filled], torch.tensor([-torch.inf])])
+        merged_keys, merged_values, merged_bias = (part[head] for part in merge.read(0))
+        filled = torch.isfinite(merged_bias)
+        every_key = torch.stack([*keys[head], *merged_keys[filled], torch.zeros(HEAD_DIM)]).double()
+        every_value = torch.stack([*values[head], *merged_values[filled], torch.zeros(HEAD_DIM)]).double()
+        bias = torch.cat([torch.zeros(len(keys[head])), merged_bias[filled], torch.tensor([-torch.inf])])
         logits = query[head].double() @ every_key.T * SCALING + bias
         expected = torch.softmax(logits, -1).nan_to_num(0.0) @ every_value
         assert_close(out[head], expected)
@@ -547,23 +549,28 @@ def test_sliding_ring_is_sliding_window_attention(
 ) -> None:
     """Lanes run at their own positions, one joins each step or not; a lane's last owner leaves no trace."""
     rng, heads, lanes = torch.Generator().manual_seed(seed), 2, 3
-    ring = SlidingRing(lanes, heads, window, HEAD_DIM, torch.zeros(1))
+    rings = SlidingRings({5: window}, lanes, lanes + 1, heads, HEAD_DIM, torch.float32, CPU)
+    ring = rings._rings[5]
     addresses = (ring.keys.data_ptr(), ring.values.data_ptr(), ring.bias.data_ptr())
-    assert ring.allocated_bytes == lanes * heads * window * (2 * HEAD_DIM * 4 + 4)
+    assert ring.allocated_bytes == (lanes + 1) * heads * window * (2 * HEAD_DIM * 4 + 4)
+    assert rings.allocated_bytes > ring.allocated_bytes
     sink_logits = torch.randn(heads, GROUP, generator=rng)
     history: list[list[tuple[Tensor, Tensor]]] = []
     for lane in range(lanes):
-        ring.fill(lane, *(torch.full((heads, window + lane, HEAD_DIM), 9.0) for _ in range(2)))  # an earlier owner
+        rings.fill(5, lane, *(torch.full((heads, window + lane, HEAD_DIM), 9.0) for _ in range(2)))  # an earlier owner
         keys, values = torch.randn(2, heads, prompt + 2 * lane, HEAD_DIM, generator=rng)
-        ring.fill(lane, keys, values)
+        rings.fill(5, lane, keys, values)
         history.append([(keys[:, i], values[:, i]) for i in range(keys.shape[1])])
     for _ in range(steps):
         batch = torch.randperm(lanes, generator=rng)[: int(torch.randint(1, lanes + 1, (), generator=rng))]
-        positions = torch.tensor([len(history[lane]) for lane in batch.tolist()])
-        query = torch.randn(len(batch), heads, GROUP, HEAD_DIM, generator=rng)
-        keys, values = torch.randn(2, len(batch), heads, HEAD_DIM, generator=rng)
-        rows = sink_logits.expand(len(batch), -1, -1).reshape(-1, GROUP) if sinks else None
-        out = ring.step(batch, positions, query, keys, values, SCALING, softcap, rows)
+        positions = torch.tensor([*(len(history[lane]) for lane in batch.tolist()), 0])
+        bound = torch.cat([batch, torch.tensor([lanes])])  # the last row stands for nobody
+        query = torch.randn(len(bound), heads, GROUP, HEAD_DIM, generator=rng)
+        keys, values = torch.randn(2, len(bound), heads, HEAD_DIM, generator=rng)
+        rings.bind(bound)
+        rings.open(bound, positions)
+        call = AttentionCall(5, query.flatten(1, 2)[:, :, None], keys[:, :, None], values[:, :, None], SCALING, softcap)
+        out = rings.attend(5, call, query, bound, sink_logits if sinks else None)
         for row, lane in enumerate(batch.tolist()):
             history[lane].append((keys[row], values[row]))
             seen = history[lane][-window:]
@@ -577,50 +584,54 @@ def test_sliding_ring_is_sliding_window_attention(
                 expected = weights @ torch.stack([value[head] for _, value in seen]).double()
                 assert_close(out[row, head], expected)
     assert (ring.keys.data_ptr(), ring.values.data_ptr(), ring.bias.data_ptr()) == addresses
-    ring.clear(1)
-    assert torch.isneginf(ring.bias[1]).all()
-    assert not ring.keys[1].any()
-    assert not ring.values[1].any()
+    rings.clear(1)
+    assert torch.isneginf(ring._of(1, ring.bias)).all()
+    assert not ring._of(1, ring.keys).any()
+    assert not ring._of(1, ring.values).any()
+    assert not torch.isneginf(ring._of(0, ring.bias)).all()
 
 
 @given(seed=SEEDS, rows=st.integers(1, 5), prompt=st.integers(0, 9), steps=st.integers(0, 9))
 def test_query_ring_holds_the_last_rows_oldest_first(seed: int, rows: int, prompt: int, steps: int) -> None:
     rng, lanes, heads = torch.Generator().manual_seed(seed), 3, 2
     ring = QueryRing(2, lanes, heads, GROUP, rows, HEAD_DIM, torch.float32, CPU)
-    assert ring.allocated_bytes == 2 * lanes * rows * heads * GROUP * HEAD_DIM * 4 + lanes * rows * 8
+    assert ring.allocated_bytes == (lanes + 1) * rows * (2 * heads * GROUP * HEAD_DIM * 4 + 8)
     lane, history = 1, [torch.randn(heads, GROUP, HEAD_DIM, generator=rng) for _ in range(prompt)]
     kept = history[-rows:]
     if kept:
         ring.fill(1, lane, torch.stack(kept, 2), torch.arange(prompt - len(kept), prompt))
     for _ in range(steps):
         query = torch.randn(1, heads, GROUP, HEAD_DIM, generator=rng)
-        where = torch.tensor([len(history)])
-        ring.advance(torch.tensor([lane]), where)
-        ring.write(1, torch.tensor([lane]), where, query)
+        where, place = torch.tensor([len(history)]), len(history) % rows
+        ring.positions[lane, place] = len(history)  # as `open_slots` does
+        pool, fresh = torch.zeros(2, 1, heads, HEAD_DIM)
+        append(
+            fresh, fresh, torch.arange(heads), pool, pool.clone(), query, ring.queries[1], torch.tensor([lane]), where
+        )
         history.append(query[0])
-    queries, positions = ring.read(1, lane)
+    queries, positions = ring.read(slice(1, 2), lane)
     known = min(rows, len(history))
     expected = [-1] * (rows - known) + list(range(len(history) - known, len(history)))
     assert positions.tolist() == [expected]
     assert queries.shape == (1, heads, GROUP, rows, HEAD_DIM)
     for row, position in enumerate(expected):
         assert position < 0 or torch.equal(queries[0, :, :, row], history[position])
-    assert ring.read(1, 0)[1].tolist() == [[-1] * rows]
+    assert ring.read(slice(1, 2), 0)[1].tolist() == [[-1] * rows]
     assert not ring.queries[0].any()
     ring.clear(lane)
-    assert ring.read(1, lane)[1].tolist() == [[-1] * rows]
+    assert ring.read(slice(1, 2), lane)[1].tolist() == [[-1] * rows]
 
 
 def test_a_ring_step_never_waits_for_the_device() -> None:
     """Under FakeTensorMode a read-back or a data-dependent shape raises."""
     with FakeTensorMode():
-        ring = SlidingRing(4, 2, 3, HEAD_DIM, torch.zeros(1))
-        queries = QueryRing(1, 4, 2, GROUP, 5, HEAD_DIM, torch.float32, CPU)
+        rings = SlidingRings({0: 3}, 4, 2, 2, HEAD_DIM, torch.float32, CPU)
         lanes, positions = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        query, token_kv = torch.zeros(2, 2, GROUP, HEAD_DIM), torch.zeros(2, 2, HEAD_DIM)
-        queries.advance(lanes, positions)
-        queries.write(0, lanes, positions, query)
-        out = ring.step(lanes, positions, query, token_kv, token_kv, SCALING, None, torch.zeros(4, GROUP))
+        query, fresh = torch.zeros(2, 2, GROUP, HEAD_DIM), torch.zeros(2, 2, 1, HEAD_DIM)
+        rings.bind(lanes)
+        rings.open(lanes, positions)
+        call = AttentionCall(0, query.flatten(1, 2)[:, :, None], fresh, fresh, SCALING)
+        out = rings.attend(0, call, query, lanes, torch.zeros(2, GROUP))
     assert out.shape == (2, 2, GROUP, HEAD_DIM)
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         torch.zeros(2).sum().item()

@@ -7,14 +7,12 @@ from hardkv.model_adapter.bridge import BridgeCache, bridge
 from hardkv.model_adapter.decoder import Decoder
 from hardkv.model_adapter.geometry import read_geometry
 from hardkv.model_adapter.loading import LoadedModel, load_model
-from hardkv.model_adapter.sampling import Sampler
 
 __all__ = [
     "AttentionServer",
     "BridgeCache",
     "Decoder",
     "LoadedModel",
-    "Sampler",
     "bridge",
     "load_model",
     "read_geometry",

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hardkv.interfaces import CacheTier
-from hardkv.memory import PagePool
+from hardkv.memory import PagePool, Pages, upload
 from hardkv.tiers.dense import DenseTier
 from hardkv.tiers.sparse import SparseTier
-from hardkv.types import Layout, TokenBatch
+from hardkv.tiers.store import PagedStore
+from hardkv.types import Layout, TierShape, TokenBatch
+from hardkv_kernels import rewrite
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,16 @@ class Resident:
     window: Tensor  # [L, H, N] bool, the part of the dense tier that stays there
 
 
+@dataclass(frozen=True)
+class Moves:
+    """What a layout asks of a sequence's tokens."""
+
+    stays: Tensor  # [L, H, N] bool, resident tokens that are held afterwards, the dense window included
+    shown: Tensor  # [L, H, N] bool, those of them that attention sees
+    lengths: Tensor  # [L, H] int64, slots in the sparse tier afterwards
+    reserve: Tensor  # [L, H] int64, slots there to hold pages for
+
+
 class Cascade:
     """One sequence's tiers. `lane` is its place in the batch, which owns its pages."""
 
@@ -39,6 +51,7 @@ class Cascade:
         self.dense = DenseTier(pool, lane, local_window + interval)
         self.sparse = SparseTier(pool, lane)
         self.last = last
+        self.store: PagedStore | None = None
         self.seen_tokens = 0
         self.compressions = 0
         self.kept_after_compression: list[float] = []
@@ -50,98 +63,147 @@ class Cascade:
         states = sum(tensor.nbytes for state in self.calibration for tensor in state.values())
         return self.last.allocated_bytes + states
 
+    def allocate(self, condensed_slots: int) -> None:
+        """Hold pages for the dense tier, and room for the last one.
+
+        Raises:
+            CapacityError: the pool is too small.
+        """
+        self.dense.allocate(self._shape(self.dense.capacity))
+        if self.last.lies_in_pages and condensed_slots:
+            self.store = PagedStore(self.pool, self.lane, condensed_slots)
+            self.store.allocate(self._shape(condensed_slots))
+        if self.last.holds_tokens:
+            self.last.allocate(self._shape(condensed_slots))
+
     def kept_tokens(self) -> Tensor:
         """Tokens attention sees per layer and head, `[L, H]` int64, those folded into the last tier not counted."""
         return self.sparse.kept() + self.dense.length
 
     def resident(self) -> Resident:
         """Look at every held token, as a compression pass needs it."""
-        device = self.pool.bias.device
         newest = self.dense.length
-        sparse, dense = self.sparse.slots(), self.dense.slots(max(newest, 1))
-        lengths = torch.from_numpy(self.sparse.lengths).to(device)[..., None]
-        column = torch.arange(self.sparse.longest + newest, device=device)
-        older = column < lengths
-        offset = (column - lengths).clamp(0, max(newest - 1, 0))
-        slots = torch.where(older, torch.nn.functional.pad(sparse, (0, newest)), dense.gather(-1, offset))
+        slots = self._slots(self.sparse.lengths, newest)
+        lengths = upload(self.sparse.lengths, slots.device)[..., None]
+        column = torch.arange(slots.shape[-1], device=slots.device)
         valid = column < lengths + newest
         positions = self.pool.positions.view(-1)[slots].long()
-        window = valid & ~older & (column - lengths >= newest - self.local_window)
+        window = valid & (column - lengths >= max(newest - self.local_window, 0))
         protected = (valid & (positions < self.sinks)) | window
         shown = valid & (self.pool.bias.view(-1)[slots] > float("-inf"))
         return Resident(slots=slots, valid=valid, shown=shown, positions=positions, protected=protected, window=window)
 
-    def gather(self, resident: Resident, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer's resident tokens, `[H, N, D]` each."""
-        flat = resident.slots[layer]
+    def gather(self, resident: Resident, layers: slice) -> tuple[Tensor, Tensor]:
+        """K and V of some layers' resident tokens, `[L, H, N, D]` each."""
+        flat = resident.slots[layers]
         head_dim = self.pool.head_dim
         return self.pool.keys.view(-1, head_dim)[flat], self.pool.values.view(-1, head_dim)[flat]
 
-    def apply(self, resident: Resident, layout: Layout, drop: Callable[[int, TokenBatch], None] | None) -> None:
-        """Carry out a layout: age tokens out of the dense tier, compact or mask every head, free what is left over.
-
-        `drop(layer, tokens)` is told of the tokens that a compaction lets go.
-        """
-        pool, head_dim = self.pool, self.pool.head_dim
-        rewrite = layout.rewrite[..., None]
+    def plan(self, resident: Resident, layout: Layout) -> Moves:
+        """Work out a layout's moves, on the device."""
         keep = layout.keep & resident.valid
-        stays = torch.where(rewrite, keep, resident.valid) & ~resident.window
-        if drop is not None:
-            self._drop(resident, resident.valid & ~keep & ~resident.window & rewrite, drop)
-        is_dense = (
-            torch.arange(keep.shape[-1], device=keep.device)
-            >= torch.from_numpy(self.sparse.lengths).to(keep.device)[..., None]
+        stays = torch.where(layout.rewrite[..., None], keep, resident.valid) | resident.window
+        window = resident.window.sum(-1)
+        lengths = stays.sum(-1) - window
+        return Moves(
+            stays=stays,
+            shown=keep | resident.window,
+            lengths=lengths,
+            reserve=torch.maximum(lengths, layout.reserve_slots - window),
         )
-        rank = torch.cumsum(stays, -1) - 1
-        moved = stays & (rewrite | is_dense)
-        flat_keys, flat_values = pool.keys.view(-1, head_dim), pool.values.view(-1, head_dim)
-        leaving, staying = resident.slots[moved], resident.slots[resident.window]
-        moved_keys, moved_values = flat_keys[leaving], flat_values[leaving]
-        window_keys, window_values = flat_keys[staying], flat_values[staying]
-        lengths = stays.sum(-1)
-        self.sparse.set_lengths(lengths.cpu().numpy(), (layout.reserve_slots - self.local_window).cpu().numpy())
-        # Pages may have moved: from here on slot ids are asked for again.
-        target = self.sparse.slots(max(int(self.sparse.longest), 1)).gather(-1, rank.clamp_min(0))
-        flat_keys[target[moved]] = moved_keys
-        flat_values[target[moved]] = moved_values
-        pool.positions.view(-1)[target[moved]] = resident.positions[moved].to(torch.int32)
+
+    def apply(
+        self,
+        resident: Resident,
+        moves: Moves,
+        lengths: Pages,
+        reserve: Pages,
+        drop: Callable[[int, TokenBatch], None] | None,
+    ) -> None:
+        """Carry out the moves: age tokens out of the dense tier, compact or mask every head, free what is left over.
+
+        `lengths, reserve [L, H]`: those of the moves, on the host. `drop(layer, tokens)` is told of the tokens that are
+        let go. Heads that shrink go first, so that the pages they give back are there for those that grow.
+        """
+        if drop is not None:
+            self._drop(resident, resident.valid & ~moves.stays, drop)
+        before, newest = self.sparse.lengths.copy(), self.dense.length
+        window = min(newest, self.local_window)
         self.sparse.clear_bias()
-        shown = stays & keep
-        pool.bias.view(-1)[target[shown]] = 0.0
-        self._refill_dense(window_keys, window_values, resident.positions[resident.window])
+        self.dense.clear_bias()
+        grows = self.sparse.pages_of(reserve) > self.sparse.table.counts
+        self._move(resident.slots, moves, lengths, window, ~grows)
+        self.sparse.set_lengths(lengths, reserve)
+        if grows.any():  # pages may have moved: slot ids are asked for again
+            self._move(self._slots(before, newest), moves, lengths, window, grows)
+        self.dense.lengths[:] = window
         self._reset_statistic()
 
-    def record_compression(self) -> None:
+    def record_compression(self, mean_tokens: float) -> None:
         """Note the mean budget that a compression left."""
         self.compressions += 1
-        self.kept_after_compression.append(float(self.kept_tokens().float().mean()))
+        self.kept_after_compression.append(mean_tokens)
 
     def close(self) -> None:
         """Free everything this sequence holds."""
         self.dense.reset()
         self.sparse.reset()
         self.last.reset()
+        if self.store is not None:
+            self.store.reset()
         for state in self.calibration:
             state.clear()
 
-    def _refill_dense(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        pool, head_dim = self.pool, self.pool.head_dim
-        tokens = keys.shape[0] // (pool.layers * pool.heads)
-        slots = self.dense.slots(self.dense.capacity)
-        pool.bias.view(-1)[slots.flatten()] = float("-inf")
-        front = slots[..., :tokens].flatten()
-        pool.keys.view(-1, head_dim)[front] = keys
-        pool.values.view(-1, head_dim)[front] = values
-        pool.positions.view(-1)[front] = positions.to(torch.int32)
-        pool.bias.view(-1)[front] = 0.0
-        self.dense.lengths[:] = tokens
+    def _shape(self, slots: int) -> TierShape:
+        pool = self.pool
+        return TierShape(
+            pool.layers, pool.heads, pool.head_dim, slots, pool.keys.dtype, pool.keys.device, store=self.store
+        )
+
+    def _slots(self, lengths: Pages, newest: int) -> Tensor:
+        """Flat ids of the first `lengths [L, H]` sparse slots and the first `newest` dense ones, `[L, H, N]`."""
+        longest = int(lengths.max(initial=0))
+        sparse = self.sparse.slots(longest)
+        if not newest:
+            return sparse
+        held = upload(lengths, sparse.device)[..., None]
+        column = torch.arange(longest + newest, device=sparse.device)
+        dense = self.dense.slots(newest).gather(-1, (column - held).clamp(0, newest - 1))
+        return torch.where(column < held, torch.nn.functional.pad(sparse, (0, newest)), dense)
+
+    def _move(
+        self,
+        source: Tensor,
+        moves: Moves,
+        lengths: Pages,
+        window: int,
+        heads: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+    ) -> None:
+        """Move the tokens of the heads that `heads [L, H]` marks to their new slots."""
+        pool, width = self.pool, source.shape[-1]
+        target = self._slots(np.where(heads, lengths, 0), window)
+        target = torch.nn.functional.pad(target, (0, max(width - target.shape[-1], 0)))[..., :width]
+        chosen = upload(heads, source.device)[..., None]
+        rewrite(
+            source.flatten(0, 1),
+            (moves.stays & chosen).flatten(0, 1),
+            moves.shown.flatten(0, 1),
+            target.flatten(0, 1),
+            pool.keys,
+            pool.values,
+            pool.positions,
+            pool.bias,
+        )
 
     def _reset_statistic(self) -> None:
         if self.pool.statistic.shape[0]:
             pages = np.concatenate([table.pages[table.pages >= 0] for table in (self.sparse.table, self.dense.table)])
-            self.pool.statistic[torch.from_numpy(pages).to(self.pool.bias.device)] = 0.0
+            self.pool.statistic.index_fill_(0, upload(pages, self.pool.bias.device), 0.0)
 
     def _drop(self, resident: Resident, dropped: Tensor, drop: Callable[[int, TokenBatch], None]) -> None:
         for layer in range(self.pool.layers):
-            keys, values = self.gather(resident, layer)
-            drop(layer, TokenBatch(keys=keys, values=values, positions=resident.positions[layer], mask=dropped[layer]))
+            keys, values = self.gather(resident, slice(layer, layer + 1))
+            drop(
+                layer,
+                TokenBatch(keys=keys[0], values=values[0], positions=resident.positions[layer], mask=dropped[layer]),
+            )

@@ -14,6 +14,7 @@ class DenseTier(PagedTier):
     """The only tier that a decode step writes: one slot per head and step, at `length`."""
 
     name = "dense"
+    rank = 0
 
     def __init__(self, pool: PagePool, lane: int, capacity: int) -> None:
         super().__init__(pool, lane)
@@ -35,7 +36,7 @@ class DenseTier(PagedTier):
             raise CapacityError(
                 f"the dense tier holds {self.lengths[layer].max()} of {room.min()} tokens, {arriving.max()} more came"
             )
-        self.write(layer, self.lengths[layer].copy(), tokens)
+        self.place(layer, self.lengths[layer].copy(), tokens)
 
     def advance(self) -> None:
         """Count one more token in every head, after its slot was given out."""

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hardkv.errors import CapacityError
 from hardkv.interfaces import CacheTier, Options
-from hardkv.types import TierShape, TokenBatch
+from hardkv.tiers.store import TensorStore
+from hardkv.types import SlotStore, TierShape, TokenBatch
 from hardkv_kernels import attend_slots
 
 
@@ -22,10 +23,12 @@ class Merge(CacheTier):
     """
 
     name = "merge"
+    lies_in_pages = True
 
     def __init__(self, config: Options | None = None) -> None:
         super().__init__(config)
-        self.reset()
+        self._store: SlotStore | None = None
+        self._own: TensorStore | None = None
 
     @property
     def needs_queries(self) -> bool:
@@ -38,24 +41,29 @@ class Merge(CacheTier):
     def allocate(self, shape: TierShape) -> None:
         if shape.slots < 1:
             raise CapacityError("the merge tier needs at least one slot: set cache.condensed_slots above 0")
-        size = (shape.layers, shape.heads, shape.slots)
-        self.keys = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        self.values = torch.zeros_like(self.keys)
-        self.bias = torch.full(size, float("-inf"), device=shape.device)
+        self._own = TensorStore(shape) if shape.store is None else None
+        self._store = shape.store or self._own
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of the slots of one layer: `keys, values [H, N, D]`, `bias [H, N]` (-inf where nothing is held)."""
+        assert self._store is not None
+        return self._store.read(layer)
 
     def admit(self, layer: int, tokens: TokenBatch) -> None:
         assert tokens.query is not None
-        heads, slots, head_dim = self.keys[layer].shape
+        assert self._store is not None
+        old_keys, old_values, old_bias = self.read(layer)
+        heads, slots, head_dim = old_keys.shape
         rank = torch.cumsum(tokens.mask, -1) - 1
         count = tokens.mask.sum(-1, keepdim=True).clamp_min(1)
         run = torch.where(tokens.mask, rank.clamp_min(0) * slots // count, slots)  # [H, N]; `slots` = not a donor
         home = torch.arange(slots, device=run.device).expand(heads, slots)
         group = torch.cat([home, run], -1)
-        keys = torch.cat([self.keys[layer], tokens.keys], 1).float()
-        values = torch.cat([self.values[layer], tokens.values], 1).float()
-        donor = torch.cat([torch.isfinite(self.bias[layer]), tokens.mask], -1)
+        keys = torch.cat([old_keys, tokens.keys], 1).float()
+        values = torch.cat([old_values, tokens.values], 1).float()
+        donor = torch.cat([torch.isfinite(old_bias), tokens.mask], -1)
         keys, values = keys.masked_fill(~donor[..., None], 0.0), values.masked_fill(~donor[..., None], 0.0)
-        bias = torch.cat([self.bias[layer], torch.zeros_like(tokens.mask, dtype=torch.float32)], -1)
+        bias = torch.cat([old_bias, torch.zeros_like(tokens.mask, dtype=torch.float32)], -1)
         bias = bias.masked_fill(~donor, 0.0)
         logit = (torch.einsum("hd,hnd->hn", tokens.query.float(), keys) * tokens.scaling + bias).masked_fill(
             ~donor, float("-inf")
@@ -72,25 +80,22 @@ class Merge(CacheTier):
             empty = torch.zeros(heads, slots + 1, head_dim, device=content.device)
             return empty.scatter_add_(1, spread, weight[..., None] * content)[:, :slots]
 
-        self.keys[layer] = fold(keys).to(self.keys.dtype)
-        self.values[layer] = fold(values).to(self.values.dtype)
         filled = torch.zeros(heads, slots + 1, device=group.device).scatter_add_(1, group, donor.float())[:, :slots] > 0
         log_bias = torch.zeros_like(top).scatter_add_(1, group, entropy)[:, :slots]
-        self.bias[layer] = log_bias.masked_fill(~filled, float("-inf"))
+        new_keys, new_values = fold(keys).to(old_keys.dtype), fold(values).to(old_values.dtype)
+        self._store.write(layer, new_keys, new_values, log_bias.masked_fill(~filled, float("-inf")))
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        answer: tuple[Tensor, Tensor] = attend_slots(
-            query, self.keys[layer], self.values[layer], self.bias[layer], scaling, softcap
-        )
+        answer: tuple[Tensor, Tensor] = attend_slots(query, *self.read(layer), scaling, softcap)
         return answer
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.keys, self.values, self.bias))
+        """Bytes outside the pool."""
+        return 0 if self._own is None else self._own.allocated_bytes
 
     def reset(self) -> None:
-        self.keys = self.values = torch.zeros(0, 0, 0, 0)
-        self.bias = torch.zeros(0, 0, 0)
+        self._store = self._own = None
 
     def fresh(self) -> Merge:
         return Merge(self.config)

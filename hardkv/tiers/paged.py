@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hardkv.interfaces import CacheTier
-from hardkv.memory import PagePool
+from hardkv.memory import PagePool, Pages, upload
 from hardkv.types import TierShape, TokenBatch
 from hardkv_kernels import attend_slots
 
@@ -18,10 +20,13 @@ class PagedTier(CacheTier):
     A slot's bias says whether attention sees it: 0 for kept, -inf for masked or empty.
     """
 
+    rank: ClassVar[int]
+    """Where this tier's pages stand in a lane's block table; only the last may be ragged."""
+
     def __init__(self, pool: PagePool, lane: int) -> None:
         super().__init__()
         self.pool = pool
-        self.table = pool.new_table(lane)
+        self.table = pool.new_table(lane, self.rank)
         self.lengths = np.zeros((pool.layers, pool.heads), dtype=np.int64)
 
     @property
@@ -44,11 +49,11 @@ class PagedTier(CacheTier):
             CapacityError: the pool is too small; nothing changes.
         """
         if self.table not in self.pool.tables:  # after a reset
-            self.table = self.pool.new_table(self.table.lane)
-        self.pool.resize(self.table, np.full_like(self.table.counts, self.pages_for(shape.slots)))
+            self.table = self.pool.new_table(self.table.lane, self.rank)
+        self.pool.resize(self.table, self.pages_of(np.full_like(self.table.counts, shape.slots)))
 
-    def pages_for(self, slots: int) -> int:
-        """Pages that hold so many slots."""
+    def pages_of(self, slots: Pages) -> Pages:
+        """Pages that hold so many slots, elementwise."""
         return -(-slots // self.pool.page_slots)
 
     def slots(self, width: int | None = None) -> Tensor:
@@ -57,7 +62,7 @@ class PagedTier(CacheTier):
 
     def present(self, width: int | None = None) -> Tensor:
         """Which of `slots(width)` hold a token, `[L, H, width]` bool."""
-        lengths = torch.from_numpy(self.lengths).to(self.pool.bias.device)
+        lengths = upload(self.lengths, self.pool.bias.device)
         columns = torch.arange(self.longest if width is None else width, device=lengths.device)
         return columns < lengths[..., None]
 
@@ -69,10 +74,10 @@ class PagedTier(CacheTier):
         answer: tuple[Tensor, Tensor] = attend_slots(query, keys, values, bias, scaling, softcap)
         return answer
 
-    def write(self, layer: int, start: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: TokenBatch) -> None:
+    def place(self, layer: int, start: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: TokenBatch) -> None:
         """Write the masked tokens of every head from its slot `start [H]` on, and show them to attention."""
         mask = tokens.mask
-        rank = torch.cumsum(mask, -1) - 1 + torch.from_numpy(start).to(mask.device)[:, None]
+        rank = torch.cumsum(mask, -1) - 1 + upload(start, mask.device)[:, None]
         width = int(rank.max()) + 1 if mask.numel() else 0
         target = self.slots(max(width, 1))[layer].gather(-1, rank.clamp_min(0))[mask]
         head_dim = self.pool.head_dim
@@ -81,6 +86,11 @@ class PagedTier(CacheTier):
         self.pool.positions.view(-1)[target] = tokens.positions[mask].to(torch.int32)
         self.pool.bias.view(-1)[target] = 0.0
         self.lengths[layer] = start + mask.sum(-1).cpu().numpy()
+
+    def clear_bias(self) -> None:
+        """Hide every slot of this tier from attention."""
+        pages = self.table.pages[self.table.pages >= 0]
+        self.pool.bias.index_fill_(0, upload(pages, self.pool.bias.device), float("-inf"))
 
     def reset(self) -> None:
         if self.table in self.pool.tables:

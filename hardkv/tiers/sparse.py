@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hardkv.memory import PagePool, Pages
@@ -15,6 +14,7 @@ class SparseTier(PagedTier):
     """A subset of the older tokens per layer and head, in position order, with a keep bit in each slot's bias."""
 
     name = "sparse"
+    rank = 2
 
     def __init__(self, pool: PagePool, lane: int) -> None:
         super().__init__(pool, lane)
@@ -22,7 +22,7 @@ class SparseTier(PagedTier):
     def admit(self, layer: int, tokens: TokenBatch) -> None:
         lengths = self.lengths[layer] + tokens.mask.sum(-1).cpu().numpy()
         self.hold(layer, lengths)
-        self.write(layer, self.lengths[layer].copy(), tokens)
+        self.place(layer, self.lengths[layer].copy(), tokens)
 
     def hold(self, layer: int, slots: Pages) -> None:
         """Hold pages for `slots [H]` in one layer.
@@ -31,7 +31,7 @@ class SparseTier(PagedTier):
             CapacityError: the pool is short; nothing changes.
         """
         counts = self.table.counts.copy()
-        counts[layer] = -(-slots // self.pool.page_slots)
+        counts[layer] = self.pages_of(slots)
         self.pool.resize(self.table, counts)
 
     def kept(self) -> Tensor:
@@ -41,10 +41,5 @@ class SparseTier(PagedTier):
 
     def set_lengths(self, lengths: Pages, reserve: Pages) -> None:
         """Become `lengths [L, H]` slots long, holding pages for `reserve`; give back the rest."""
-        self.pool.resize(self.table, -(-np.maximum(lengths, reserve) // self.pool.page_slots))
+        self.pool.resize(self.table, self.pages_of(np.maximum(lengths, reserve)))
         self.lengths = lengths.copy()
-
-    def clear_bias(self) -> None:
-        """Hide every slot of this tier from attention."""
-        pages = self.table.pages[self.table.pages >= 0]
-        self.pool.bias[torch.from_numpy(pages).to(self.pool.bias.device)] = float("-inf")

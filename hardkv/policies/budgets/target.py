@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from hardkv.interfaces import Budget, Options
 from hardkv.types import Claims, Limits
+from hardkv_kernels import threshold_budget
 
 
 class TargetOptions(Options):
@@ -81,9 +82,8 @@ def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Li
     layers, heads, slots = claims.value.shape
     groups = layers if per_layer else 1
     shape = (groups, -1, slots)
-    # The order of non-negative floats is that of their bits; abs, because -0.0 has the bits of a negative number.
+    # abs, because -0.0 has the bits of a negative number.
     value = claims.value.clamp_min(0.0).abs().masked_fill(~claims.valid | claims.protected, -1.0).reshape(shape)
-    bits = value.contiguous().view(torch.int32)
     resident = claims.resident.reshape(groups, -1)
     protected = (claims.protected & claims.valid).sum(-1).reshape(groups, -1)
     cap = torch.maximum(resident.clamp(max=limits.upper), protected)
@@ -91,39 +91,5 @@ def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Li
     total = torch.full_like(cap.sum(-1), target * heads * (1 if per_layer else limits.total_layers))
     total = torch.minimum(torch.maximum(total, floor.sum(-1)), cap.sum(-1))
 
-    def count(tau: Tensor) -> Tensor:
-        reached = (bits >= tau[:, None, None]).sum(-1)
-        return torch.minimum(torch.maximum(reached + protected, floor), cap)
-
-    low = torch.zeros_like(total, dtype=torch.int32)  # count(low) >= total
-    high = torch.full_like(low, torch.iinfo(torch.int32).max)  # count(high) <= total
-    for _ in range(32):
-        middle = low + (high - low) // 2
-        enough = count(middle).sum(-1) >= total
-        low = torch.where(enough, middle, low)
-        high = torch.where(enough, high, middle)
-    fewer, more = count(high), count(low)
-    return (fewer + _share_out(more - fewer, total - fewer.sum(-1))).reshape(layers, heads)
-
-
-def _share_out(ties: Tensor, missing: Tensor) -> Tensor:
-    """Give `missing [groups]` tokens to heads with `ties [groups, heads]` to offer, in proportion, the same shape.
-
-    The r-th token of a head that offers t is taken at level (r - 1/2) / t, lower levels first, then earlier heads: one
-    fixed order, so that a head never gains when others join and less is missing. Proportions rounded anew would let it.
-    """
-    below = torch.zeros_like(missing, dtype=torch.float64)  # tokens at this level <= missing
-    above = torch.ones_like(below)  # tokens at this level >= missing
-
-    def taken(level: Tensor) -> Tensor:
-        return torch.floor(ties * level[:, None] + 0.5).long()
-
-    for _ in range(52):
-        middle = (below + above) / 2
-        few = taken(middle).sum(-1) <= missing
-        below = torch.where(few, middle, below)
-        above = torch.where(few, above, middle)
-    base = taken(below)
-    offered = taken(above) - base
-    left = (missing - base.sum(-1))[:, None]
-    return base + torch.minimum((left - torch.cumsum(offered, -1) + offered).clamp_min(0), offered)
+    counts: Tensor = threshold_budget(value, protected, floor, cap, total)
+    return counts.reshape(layers, heads)

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from hardkv.interfaces import Budget, Options
 from hardkv.types import Claims, Limits
+from hardkv_kernels import topp_threshold
 
 
 class TopPOptions(Options):
@@ -41,12 +42,12 @@ class TopP(Budget):
     config: Config
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        mass = probabilities.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        # Flipped: among equals the newest is chosen.
-        ranked, order = torch.sort((probabilities / mass).flip(-1), dim=-1, descending=True, stable=True)
-        before = torch.cumsum(ranked, -1) - ranked
-        chosen = (before < self.config.p) & (ranked > 0)
-        votes = torch.zeros_like(chosen).scatter_(-1, order, chosen).flip(-1) & valid[:, :, None, :]
+        tau, count = topp_threshold(probabilities, self.config.p)
+        above = probabilities > tau[..., None]
+        ties = probabilities == tau[..., None]
+        newer_ties = ties.flip(-1).cumsum(-1).flip(-1)  # itself included: among equals the newest is chosen
+        chosen = above | (ties & (newer_ties <= (count - above.sum(-1))[..., None]))
+        votes = chosen & valid[:, :, None, :]
         return probabilities.amax(2), votes.sum(2, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer, Options, Space
-from hardkv.types import ScoreView
+from hardkv.types import FusedUpdate, ScoreView
 
 # p ** power stays above this, well clear of float32 denormals (below 1.2e-38), which are slow on CPUs.
 _SMALLEST_POWER = 1e-36
@@ -51,18 +51,15 @@ class AttentionPower(OnlineScorer):
 
     config: Config
 
+    @property
+    def fused(self) -> FusedUpdate:
+        """The update as a decayed power sum."""
+        return FusedUpdate("power", self.config.power, self.config.decay, self._floor)
+
     def update(self, statistic: Tensor, probabilities: Tensor) -> None:
         """Fold `probabilities [..., G, N]` (overwritten) into `statistic [..., N]`."""
         powers = self._power(probabilities.clamp_(min=self._floor))
         statistic.mul_(self.config.decay).add_(powers.mean(-2))
-
-    def seed(self, statistic: Tensor, rows: Tensor) -> None:
-        """Fold `rows [..., G, R, N]`, oldest first, in one go; equals R calls of `update`."""
-        count = rows.shape[-2]
-        age = torch.arange(count - 1, -1, -1, device=rows.device, dtype=torch.float32)
-        weight = torch.pow(self.config.decay, age)  # [R]
-        powers = self._power(rows.clamp(min=self._floor)).mean(-3)  # [..., R, N]
-        statistic.mul_(self.config.decay**count).add_(torch.matmul(weight, powers))
 
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer, Options, Space
-from hardkv.types import ScoreView
+from hardkv.types import FusedUpdate, ScoreView
 
 
 class H2O(OnlineScorer):
@@ -35,6 +35,11 @@ class H2O(OnlineScorer):
         )
 
     config: Config
+
+    @property
+    def fused(self) -> FusedUpdate:
+        """The update as a sum."""
+        return FusedUpdate("power", decay=1.0)
 
     def update(self, statistic: Tensor, probabilities: Tensor) -> None:
         """Fold `probabilities [..., G, N]` into `statistic [..., N]`."""

@@ -33,9 +33,12 @@ class Random(ImportanceScorer):
 
     def score(self, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""
-        batch, heads, slots = view.valid.shape
+        _, heads, slots = view.valid.shape
         generator = torch.Generator(view.valid.device)
-        # Seeds of at most 2**31 leave the upper bits of the 63 for the layer: no two pairs share a seed.
-        generator.manual_seed(self.config.seed + view.layer * 2**31)
-        draw = torch.rand((1, heads, 1, slots), generator=generator, device=view.valid.device)
-        return draw.expand(batch, -1, -1, -1).masked_fill(~view.valid[:, :, None], 0.0)
+        draws = []
+        for layer in view.layers:
+            # Seeds of at most 2**31 leave the upper bits of the 63 for the layer: no two pairs share a seed.
+            generator.manual_seed(self.config.seed + layer * 2**31)
+            draws.append(torch.rand(heads, 1, slots, generator=generator, device=view.valid.device))
+        draw = torch.stack(draws).expand(view.valid.shape[0], -1, -1, -1)
+        return draw.masked_fill(~view.valid[:, :, None], 0.0)

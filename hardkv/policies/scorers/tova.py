@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer, Space
-from hardkv.types import ScoreView
+from hardkv.types import FusedUpdate, ScoreView
 
 
 class Tova(OnlineScorer):
@@ -21,6 +21,11 @@ class Tova(OnlineScorer):
 
     name: ClassVar[str] = "tova"
     space: ClassVar[Space] = "probability"
+
+    @property
+    def fused(self) -> FusedUpdate:
+        """The update as a sum of which nothing old is kept."""
+        return FusedUpdate("power", decay=0.0)
 
     def update(self, statistic: Tensor, probabilities: Tensor) -> None:
         """Replace `statistic [..., N]` by the group mean of `probabilities [..., G, N]`."""

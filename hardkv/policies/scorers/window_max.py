@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer, Options, Space
-from hardkv.types import ScoreView
+from hardkv.types import FusedUpdate, ScoreView
 
 
 class WindowMax(OnlineScorer):
@@ -44,13 +44,14 @@ class WindowMax(OnlineScorer):
         """True when not online."""
         return not self.config.online
 
+    @property
+    def fused(self) -> FusedUpdate:
+        """The update as a running maximum."""
+        return FusedUpdate("max")
+
     def update(self, statistic: Tensor, probabilities: Tensor) -> None:
         """Fold `probabilities [..., G, N]` into `statistic [..., N]`."""
         torch.maximum(statistic, probabilities.amax(-2), out=statistic)
-
-    def seed(self, statistic: Tensor, rows: Tensor) -> None:
-        """Fold `rows [..., G, R, N]` in one go; equals R calls of `update`."""
-        torch.maximum(statistic, rows.amax((-3, -2)), out=statistic)
 
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""

@@ -1,0 +1,207 @@
+"""One compression pass over one sequence, in two halves: decide on the device, then move and free.
+
+Between the halves the host reads one small report, how many slots each head keeps, since it gives out the pages. Where
+the device works on its own the first half can run beside decode steps of other sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hardkv.admission import Admission
+from hardkv.config import CacheSettings, Components
+from hardkv.costs import DeviceCosts
+from hardkv.memory import PagePool, Pages
+from hardkv.pipeline import check_finite, claim, lay_out, select
+from hardkv.query_ring import QueryRing
+from hardkv.tiers.cascade import Cascade, Moves, Resident
+from hardkv.types import AttentionSettings, Claims, CostModel, Layout, ModelGeometry, ScoreView, TokenBatch
+
+_WORKSPACE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the first half found; `report` is on its way to the host."""
+
+    cascade: Cascade
+    resident: Resident
+    moves: Moves
+    compact: Moves | None  # the same selection with every head compacted, should pages be short
+    report: Tensor  # [4, L, H] int64 on the host: lengths, reserve, lengths if compacted, kept
+    not_finite: Tensor  # [L] int64 on the host, scores that were not finite
+    selects: bool
+
+
+class Compressor:
+    """Runs compression passes over the sequences of one pool."""
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        settings: CacheSettings,
+        parts: Components | None,
+        costs: DeviceCosts,
+        admission: Admission,
+        pool: PagePool,
+        ring: QueryRing | None,
+        layers: dict[int, AttentionSettings],
+        head_pages: int,
+    ) -> None:
+        self.geometry, self.settings, self.parts, self.costs = geometry, settings, parts, costs
+        self.admission, self.pool, self.ring, self.layers = admission, pool, ring, layers
+        self.head_pages = head_pages
+
+    @torch.inference_mode()
+    def decide(self, cascade: Cascade) -> Decision:
+        """Score, select and lay out; changes nothing but the calibration's state.
+
+        Raises:
+            PluginError: a component raised, or gave a wrong shape.
+        """
+        resident = cascade.resident()
+        limits = self.admission.limits(cascade.seen_tokens)
+        layers = self.pool.layers
+        if self.parts is None or cascade.seen_tokens <= limits.lower:
+            held = resident.valid.sum(-1)
+            moves = cascade.plan(resident, Layout(resident.valid, torch.zeros_like(held, dtype=torch.bool), held))
+            report = torch.stack([moves.lengths, moves.reserve, moves.lengths, held])
+            nothing = torch.zeros(layers, dtype=torch.int64)
+            return Decision(cascade, resident, moves, None, to_host(report), nothing, selects=False)
+        scored = [
+            claim(
+                self.parts,
+                self._view(cascade, resident, group),
+                resident.protected[group],
+                cascade.calibration[group],
+            )
+            for group in self._groups(resident.valid.shape[-1])
+        ]
+        keep = select(self.parts, Claims.stack([claims for claims, _ in scored]), limits)
+        layout = lay_out(self.parts, keep, resident.valid, self._cost_model(), limits)
+        moves = cascade.plan(resident, layout)
+        everywhere = Layout(layout.keep, torch.ones_like(layout.rewrite), torch.zeros_like(layout.reserve_slots))
+        compact = cascade.plan(resident, everywhere)
+        kept = (layout.keep & resident.valid).sum(-1)
+        report = torch.stack([moves.lengths, moves.reserve, compact.lengths, kept])
+        return Decision(
+            cascade,
+            resident,
+            moves,
+            compact,
+            to_host(report),
+            to_host(torch.cat([broken for _, broken in scored])),
+            selects=True,
+        )
+
+    def carry_out(self, decision: Decision, reserved_pages: int) -> bool:
+        """Move and free, once the report has arrived; gives whether tokens were selected.
+
+        Every head is compacted where the layout would need more than `reserved_pages` or a block table's width.
+
+        Raises:
+            PluginError: the scorer gave values that are not finite; nothing has changed.
+        """
+        cascade = decision.cascade
+        if decision.selects:
+            assert self.parts is not None
+            check_finite(self.parts.scorer, decision.not_finite.tolist(), self.geometry.full_layers)
+        lengths, reserve, compact_lengths, kept = decision.report.numpy()
+        moves = decision.moves
+        if decision.compact is not None and self._too_many(cascade, np.maximum(lengths, reserve), reserved_pages):
+            moves, lengths, reserve = decision.compact, compact_lengths, compact_lengths
+        cascade.apply(decision.resident, moves, lengths, reserve, self._dropper(cascade))
+        if decision.selects:
+            cascade.record_compression(float(kept.mean()))
+        return decision.selects
+
+    def _too_many(self, cascade: Cascade, slots: Pages, reserved_pages: int) -> bool:
+        others = sum(table.counts for table in self.pool.tables if table.lane == cascade.lane)
+        others = others - cascade.sparse.table.counts
+        pages = others + cascade.sparse.pages_of(slots)
+        return bool(pages.sum() > reserved_pages or pages.max(initial=0) > self.head_pages)
+
+    def _groups(self, slots: int) -> list[slice]:
+        """Layers to score at once: one on a CPU, else as many alike as a moderate workspace holds."""
+        layers, geometry = self.pool.layers, self.geometry
+        if self.pool.layer_regions:
+            return [slice(index, index + 1) for index in range(layers)]
+        layer_bytes = slots * geometry.heads * geometry.head_dim * 2 * 4
+        most = max(1, _WORKSPACE_BYTES // max(layer_bytes, 1))
+        groups: list[slice] = []
+        for index in range(layers):
+            first = groups[-1].start if groups else 0
+            if groups and index - first < most and self._alike(first, index):
+                groups[-1] = slice(first, index + 1)
+            else:
+                groups.append(slice(index, index + 1))
+        return groups
+
+    def _alike(self, first: int, second: int) -> bool:
+        one, other = self.layers[first], self.layers[second]
+        sinks = one.sink_logits is not None or other.sink_logits is not None
+        return not sinks and (one.scaling, one.softcap) == (other.scaling, other.softcap)
+
+    def _view(self, cascade: Cascade, resident: Resident, group: slice) -> ScoreView:
+        settings = self.layers[group.start]
+        keys, values = cascade.gather(resident, group)
+        queries = positions = statistic = None
+        if self.ring is not None:
+            queries, positions = self.ring.read(group, cascade.lane)
+        if self.pool.statistic.shape[0]:
+            statistic = self.pool.statistic.view(-1)[resident.slots[group]]
+        sinks = settings.sink_logits
+        # An online statistic says nothing of a slot that attention did not see, so such a slot cannot come back; then
+        # the outcome is the same whether a token was masked or let go.
+        online = self.parts is not None and self.parts.scorer.online
+        judged = resident.shown if online else resident.valid
+        return ScoreView(
+            keys=keys,
+            values=values,
+            positions=resident.positions[group],
+            valid=judged[group],
+            scaling=settings.scaling,
+            layers=self.geometry.full_layers[group],
+            softcap=settings.softcap,
+            queries=queries,
+            query_positions=positions,
+            statistic=statistic,
+            sink_logits=None if sinks is None else sinks.float().view(self.geometry.heads, -1),
+        )
+
+    def _dropper(self, cascade: Cascade) -> Callable[[int, TokenBatch], None] | None:
+        if not cascade.last.holds_tokens:
+            return None
+
+        def drop(index: int, tokens: TokenBatch) -> None:
+            assert self.ring is not None
+            queries, _ = self.ring.read(slice(index, index + 1), cascade.lane)
+            query = queries[0, :, :, -1].mean(1)
+            scaling = self.layers[index].scaling
+            cascade.last.admit(
+                index, TokenBatch(tokens.keys, tokens.values, tokens.positions, tokens.mask, scaling, query)
+            )
+
+        return drop
+
+    def _cost_model(self) -> CostModel:
+        costs = self.costs
+        return CostModel(
+            read_seconds_per_byte=costs.read_seconds_per_byte,
+            copy_seconds_per_byte=costs.copy_seconds_per_byte,
+            launch_seconds=costs.launch_seconds,
+            slot_bytes=2 * self.geometry.head_dim * self.geometry.dtype.itemsize,
+            horizon_steps=self.settings.interval,
+        )
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy to the host without waiting; whoever reads it waits for the stream first."""
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
