@@ -17,14 +17,15 @@ _NEGLIGIBLE = -60.0
 class OnlineStatistic:
     """Lets a scorer fold the attention of one decode step into `pool.statistic`.
 
-    On a CPU layer by layer, while the probabilities are in its caches. Elsewhere each layer leaves its logits in a
-    buffer of the pool's size, and all are folded at the end of the step in one launch of constant shape.
+    Where a layer's pages lie together, on a CPU, layer by layer, while the probabilities are in its caches. Elsewhere
+    each layer leaves its logits in a buffer of the pool's size, and all are folded at the end of the step in one launch
+    of constant shape.
     """
 
     def __init__(self, pool: PagePool, scorer: OnlineScorer | None, group: int, rows: int) -> None:
         device = pool.bias.device
         self.pool, self.scorer, self.group = pool, scorer, group
-        self.at_once = scorer is not None and device.type == "cpu"
+        self.at_once = scorer is not None and pool.layer_regions
         later = scorer is not None and not self.at_once
         self.logits = torch.zeros(pool.manager.pages + 1, group, pool.page_slots, device=device) if later else None
         self.all_lse = torch.zeros(pool.layers * rows * pool.heads * group if later else 0, device=device)

@@ -73,7 +73,9 @@ class Sampler:
                 size = (self._seeds.shape[0], self.vocabulary)
                 self._history = torch.zeros(size, dtype=torch.bool, device=self._seeds.device)
             self._history[lane].zero_()
-            self._history[lane].index_fill_(0, torch.tensor(prompt_ids, device=self._seeds.device), True)
+            self._history[lane].index_fill_(
+                0, torch.tensor(prompt_ids, dtype=torch.int64, device=self._seeds.device), True
+            )
 
     def choose(self, logits: Tensor, lanes: Tensor, draws: bool, remembers: bool) -> Tensor:
         """Choose one token for each row of `logits [R, V]` float32, whose lanes are `lanes [R]`; gives `[R]` int64.
