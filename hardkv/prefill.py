@@ -166,7 +166,7 @@ class Prefill:
         )
         if self.parts.scorer.online:
             assert isinstance(self.parts.scorer, OnlineScorer)
-            view = view.with_statistic(_seeded(self.parts.scorer, view))
+            view = view.with_statistic(seeded_statistic(self.parts.scorer, view))
         protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
         claims, broken = claim(self.parts, view, protected.expand(1, heads, tokens), [self.calibration[index]])
         check_finite(self.parts.scorer, broken.tolist(), [call.layer])
@@ -194,7 +194,7 @@ class Prefill:
         return claims + sum(staged.nbytes for staged in self.staged)
 
 
-def _seeded(scorer: OnlineScorer, view: ScoreView) -> Tensor:
+def seeded_statistic(scorer: OnlineScorer, view: ScoreView) -> Tensor:
     """The statistic `[B, H, N]` that the window's queries leave, as if each had been one decode step."""
     fused = scorer.fused
     if fused is None:

@@ -25,7 +25,9 @@ from hardkv.policies.scorers.snapkv import SnapKV
 from hardkv.policies.scorers.streaming import Streaming
 from hardkv.policies.scorers.tova import Tova
 from hardkv.policies.scorers.window_max import WindowMax
+from hardkv.prefill import seeded_statistic
 from hardkv.types import ScoreView
+from hardkv_kernels import score_update
 
 QUICK = settings(deadline=None, max_examples=25)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -301,18 +303,41 @@ def test_streaming_tells_neighbours_apart_up_to_two_to_the_24() -> None:
     assert score.tolist() == [[[[2**24 - 2, 2**24 - 1]]]]
 
 
-@pytest.mark.parametrize("label", [label for label, scorer in SCORERS.items() if isinstance(scorer, OnlineScorer)])
+ONLINE = [label for label, scorer in SCORERS.items() if isinstance(scorer, OnlineScorer) and scorer.online]
+
+
+@pytest.mark.parametrize("label", ONLINE)
 @QUICK
 @given(seed=SEEDS)
-def test_seed_equals_one_update_per_row(label: str, seed: int) -> None:
-    scorer, steps = SCORERS[label], random_steps(seed)
+def test_the_fused_form_equals_update(label: str, seed: int) -> None:
+    """What the kernel does from logits and log-sum-exps is what `update` does from probabilities."""
+    scorer, rng = SCORERS[label], torch.Generator().manual_seed(seed)
     assert isinstance(scorer, OnlineScorer)
-    before, statistic, looped = steps.clone(), torch.rand(2, 2, 20), torch.empty(2, 2, 20)
-    looped.copy_(statistic)
-    scorer.seed(statistic, steps)
-    OnlineScorer.seed(scorer, looped, steps)
-    torch.testing.assert_close(statistic, looped, rtol=1e-5, atol=0.0)
-    assert torch.equal(steps, before)
+    fused = scorer.fused
+    assert fused is not None
+    pages, group, slots = 4, 3, 5
+    logits, lse = torch.randn(pages, group, slots, generator=rng) * 4, 8 + torch.rand(pages, group, generator=rng)
+    statistic = torch.rand(pages, slots, generator=rng)
+    expected, owner = statistic.clone(), torch.arange(pages)
+    scorer.update(expected, torch.exp(logits - lse[..., None]))
+    options = (fused.reduction, fused.power, fused.decay, fused.floor)
+    score_update(statistic, logits, owner, lse, 0, 0, pages, *options)
+    torch.testing.assert_close(statistic, expected, rtol=2e-4, atol=1e-25)
+
+
+@pytest.mark.parametrize("label", ONLINE)
+@QUICK
+@given(seed=SEEDS)
+def test_a_prompt_seeds_as_if_each_row_had_been_a_step(label: str, seed: int) -> None:
+    scorer, view = SCORERS[label], make_view(seed)
+    assert isinstance(scorer, OnlineScorer)
+    assert view.queries is not None
+    rows = torch.arange(view.queries.shape[3]) + view.keys.shape[2]
+    view = replace(view, queries=view.queries.nan_to_num(1.0), query_positions=rows.expand(len(view.keys), -1))
+    looped = torch.zeros(view.valid.shape)
+    scorer.seed(looped, view.attention)
+    seeded = seeded_statistic(scorer, view)
+    torch.testing.assert_close(seeded[view.valid], looped[view.valid], rtol=1e-4, atol=1e-12)
 
 
 @QUICK
