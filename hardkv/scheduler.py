@@ -150,10 +150,11 @@ class Scheduler:
                 yield from self._drop(cascade, error)
 
     def _compress_due(self) -> Iterator[Event]:
-        ready = [running for running in self.running if running.cascade not in self.overlap]
-        due = [running for running in ready if running.cascade.dense.full]
+        due = [running for running in self.running if running.cascade.dense.full]
         for running in due:
-            if self.overlaps and len(due) < len(ready):
+            if running.cascade in self.overlap:
+                continue
+            if self.overlaps:
                 self.overlap.add(running.cascade)
                 continue
             try:
