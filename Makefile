@@ -9,12 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: help setup demo test interp aot check lowest lint format docs clean
+.PHONY: help setup demo test interp aot check lowest lint format docs gpu-check gpu-wheels clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(STAMP)  ## Only make the virtual environment
 
@@ -65,5 +65,17 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 docs: $(STAMP)  ## Build the documentation into site/; a broken link is an error
 	$(BIN)/mkdocs build --strict
 
+# Not in .venv, whose torch has no CUDA: an environment with a CUDA build of torch, and Triton.
+GPU_PYTHON ?= python3
+GPU_WHEELS := .gpu-wheels
+
+gpu-check:  ## On a machine with a CUDA device: results, speed and endurance on it, in 8 minutes
+	PYTHONPATH=.:kernels $(GPU_PYTHON) -m benchmarks.gpu_check --json benchmarks/results/gpu_check.json
+
+# For a machine without a network that has torch, triton and transformers: carry the folder there.
+gpu-wheels:  ## Download what else the GPU check needs, for Python 3.12 on Linux
+	$(PYTHON) -m pip download --disable-pip-version-check --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux2014_x86_64 --dest $(GPU_WHEELS) pydantic pyyaml psutil pluggy
+
 clean:  ## Remove the virtual environment and everything generated
-	rm -rf $(VENV) $(LOWEST) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(GPU_WHEELS) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

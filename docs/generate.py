@@ -163,12 +163,12 @@ def _decode(name: str) -> str:
 
 
 def _kernels_aot() -> str:
-    """What each kernel compiled to; kinds of one kernel and precisions of one size are given by their largest."""
+    """What each kernel compiled to; kinds of one kernel are given by their largest."""
     found = _result("kernels_aot.json")
     targets = sorted({row["target"] for row in found["rows"]})
     largest: dict[tuple[str, str, int], dict[int, tuple[int, ...]]] = {}
     for row in found["rows"]:
-        key = (row["kernel"], "32 bits" if row["dtype"] == "float32" else "16 bits", row["head_dim"])
+        key = (row["kernel"], row["dtype"], row["head_dim"])
         numbers = tuple(row[name] for name in ("registers", "shared_bytes", "spills"))
         kept = largest.setdefault(key, {})
         kept[row["target"]] = tuple(map(max, numbers, kept.get(row["target"], numbers)))
@@ -193,10 +193,88 @@ def _kernels_aot() -> str:
     )
 
 
+def _gpu_check() -> str:
+    """What the GPU check found, or that it has not been run."""
+    name = "gpu_check.json"
+    if not (_RESULTS / name).is_file() or _result(name)["dry_run"]:
+        return "**Results**: not yet measured."
+    found = _result(name)
+    parts = found["parts"]
+    status = "\n".join(
+        f"| {part} | {what['status']} | {len(what['rows'])} | {len(what['failures'])} | {what['seconds']} |"
+        for part, what in parts.items()
+    )
+    targets = [target for what in parts.values() for target in what["targets"]]
+    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    blocks = [
+        f"**Results** on {found['machine'].get('device', 'an unknown device')}:",
+        f"| part | outcome | rows | failures | seconds |\n|---|---|---|---|---|\n{status}",
+        _plain_table(targets, ("target", "wanted", "value", "met")),
+        _plain_table(
+            _largest_errors(parts.get("parity", {}).get("rows", [])),
+            ("operator", "dtype", "cases", "error", "share of tolerance"),
+        ),
+        _plain_table(
+            parts.get("layout", {}).get("rows", []), ("length", "layout", "form", "ms", "gb_per_s", "share_of_copy")
+        ),
+        _plain_table(
+            parts.get("end_to_end", {}).get("rows", []),
+            ("context", "cache", "tokens_per_s", "step_ms", "compression_share", "compressions", "kv_gib"),
+        ),
+        _plain_table(
+            parts.get("endurance", {}).get("rows", []),
+            ("run", "steps", "median_step_ms", "compressions", "steps_watched", "growth_bytes"),
+        ),
+        f"`{found['command']}` gives `benchmarks/results/{name}` ({versions}).",
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _largest_errors(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The case of each operator and type that takes most of its tolerance."""
+    worst: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["error"] is None:
+            continue
+        key = (row["operator"], row["dtype"] or "any")
+        share, cases = row["share"], 1
+        if key in worst:
+            cases += worst[key]["cases"]
+            if worst[key]["share of tolerance"] >= share:
+                worst[key]["cases"] = cases
+                continue
+        worst[key] = {
+            "operator": key[0],
+            "dtype": key[1],
+            "cases": cases,
+            "error": row["error"],
+            "share of tolerance": share,
+        }
+    return list(worst.values())
+
+
+def _plain_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
+    """Some columns of rows of a result file; nothing where there is no row."""
+    if not rows:
+        return ""
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows]
+    heads = " | ".join(column.replace("_", " ") for column in columns)
+    return "\n".join([f"| {heads} |", "|" + "---|" * len(columns), *lines])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "default_yaml": _default_yaml,
     "settings": _settings,
     "measurements": measurements,
     "kernels_aot": _kernels_aot,
+    "gpu_check": _gpu_check,
     **{f"{slot}s": _catalogue(slot) for slot in ("scorer", "calibrator", "budget", "regularizer", "condenser")},
 }
