@@ -64,10 +64,16 @@ class Overlap:
                 except HardKVError as raised:
                     ended, error = True, raised
                 if ended:
+                    self._join()
                     self._passes.remove(one)
                     done.append((one.cascade, error))
             going = list(self._passes) if wait else []
         return done
+
+    def abandon(self) -> None:
+        """Forget the passes; what they have enqueued comes before whatever follows on the main stream."""
+        self._passes.clear()
+        self._join()
 
     def _advance(self, one: _Pass, wait: bool) -> bool:
         with self.cache.watch.phase("compression"), torch.cuda.stream(self._stream):
@@ -83,10 +89,13 @@ class Overlap:
                     return False
             self._follow_mark()
             self.cache.carry_out(one.decision)
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return True
 
     def _follow_mark(self) -> None:
         if self._stream is not None and self._mark is not None:
             self._stream.wait_event(self._mark)
+
+    def _join(self) -> None:
+        """Let the main stream go on only after what the passes have enqueued."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -101,6 +101,7 @@ class Scheduler:
                     yield from self._admit(self.waiting.popleft())
                 yield from self._step()
         finally:
+            self.overlap.abandon()
             for running in self.running:
                 self.cache.close(running.cascade)
             self.running.clear()
@@ -132,9 +133,9 @@ class Scheduler:
         started = time.perf_counter()
         yield from self._compress_due()
         batch = [running for running in self.running if running.cascade not in self.overlap]
+        self.overlap.mark()
         if batch:
             with self.cache.watch.phase("decode"):
-                self.overlap.mark()
                 cascades = [running.cascade for running in batch]
                 chosen, logits = self.loop.step(cascades, [running.rules for running in batch])
                 self.kv_bytes = self.cache.note_peak()

@@ -166,3 +166,16 @@ def test_a_sequence_that_needs_too_many_pages_in_a_head_says_so(model: LoadedMod
     tables._seen.clear()
     with pytest.raises(HardKVError, match="its block table has room for 2"):
         runtime._loop.step([running[0].cascade], [running[0].rules])
+
+
+def test_a_stream_that_is_closed_during_a_pass_leaves_nothing_behind(model: LoadedModel) -> None:
+    runtime = as_on_cuda(built(model, {}))
+    alone = runtime.generate(prompt(84, 70), **SETTINGS)
+    requests, _ = runtime._requests([prompt(85, 90), prompt(86, 95)], SETTINGS)
+    events = runtime._run(requests, None)
+    for _ in events:
+        if any(cascade.dense.full for cascade in runtime._cache.cascades.values()):
+            break
+    events.close()  # type: ignore[attr-defined]  # it is a generator
+    assert runtime._cache.pool.manager.used_pages == 0
+    assert runtime.generate(prompt(84, 70), **SETTINGS) == alone
