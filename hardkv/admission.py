@@ -15,8 +15,10 @@ _USABLE_SHARE = 0.8
 
 def usable_bytes(device: torch.device) -> int:
     """Bytes that a cache may take on a device now: four fifths of what is free."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(free * _USABLE_SHARE)
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + cached) * _USABLE_SHARE)
+    return int(psutil.virtual_memory().available * _USABLE_SHARE)
 
 
 class Admission:

@@ -23,7 +23,7 @@ class BlockTables:
         self.pages = torch.full((*size, width), pool.nobody_page, dtype=torch.int32, device=device)
         self.counts = torch.zeros(size, dtype=torch.int32, device=device)
         self.version = 0
-        self._seen: dict[int, list[tuple[int, int]]] = {}
+        self._seen: dict[int, list[tuple[PageTable, int]]] = {}
 
     @property
     def allocated_bytes(self) -> int:
@@ -40,7 +40,7 @@ class BlockTables:
             tables.setdefault(table.lane, []).append(table)
         for lane in {*tables, *self._seen}:
             held = sorted(tables.get(lane, []), key=lambda table: table.rank)
-            state = [(id(table), table.version) for table in held]
+            state = [(table, table.version) for table in held]
             if state != self._seen.get(lane, []):
                 self._write(lane, held)
                 self._seen[lane] = state
@@ -62,9 +62,3 @@ class BlockTables:
         device = self.pages.device
         self.pages[:, lane].copy_(upload(row, device))
         self.counts[:, lane].copy_(upload(counts.astype(np.int32), device))
-
-
-def pages_of_rings(lanes: int, heads: int, pages_per_ring: int, device: torch.device) -> torch.Tensor:
-    """A block table `[1, A, H, P]` int32 of rings that lie one after the other, lane by lane."""
-    total = lanes * heads * pages_per_ring
-    return torch.arange(total, dtype=torch.int32, device=device).view(1, lanes, heads, pages_per_ring)

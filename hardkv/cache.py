@@ -132,7 +132,7 @@ class CascadeCache:
     @property
     def held_bytes(self) -> int:
         """Bytes that stay allocated between calls, and that the next one may use or have freed."""
-        return self.pool.reserved_bytes if self._sizes[0] > 0 else 0
+        return 0 if self.cascades else self.reserved_bytes
 
     def note_peak(self, transient_bytes: int = 0) -> int:
         """Record the bytes held now, with what is held only for a moment; gives the bytes in use."""
@@ -147,7 +147,6 @@ class CascadeCache:
 
     # A sequence's life
 
-    @torch.inference_mode()
     def open(self, total_tokens: int) -> Cascade:
         """Open a sequence that may grow to `total_tokens`, its worst case reserved.
 
@@ -214,7 +213,6 @@ class CascadeCache:
                         self.ring.fill(index, cascade.lane, queries, last)
         return out.flatten(0, 1).transpose(0, 1)[None]
 
-    @torch.inference_mode()
     def end_prefill(self, cascade: Cascade) -> None:
         """Settle the selection of the whole prompt."""
         prefill = self._prefills.pop(cascade.lane)
@@ -234,7 +232,6 @@ class CascadeCache:
             return self.step.attend_sliding(call.layer, call)
         return self.step.attend(self.index_of_layer[call.layer], call)
 
-    @torch.inference_mode()
     def compress(self, cascade: Cascade) -> None:
         """Age tokens out of a full dense tier, selecting when the sequence is longer than `lower`.
 
@@ -242,12 +239,8 @@ class CascadeCache:
             PluginError: a component failed; the sequence must be closed, others are untouched.
         """
         with self.watch.phase("compression"):
-            decision = self.compressor.decide(cascade)
-            if self.geometry.device.type == "cuda":
-                torch.cuda.current_stream(self.geometry.device).synchronize()
-            self.carry_out(decision)
+            self.carry_out(self.compressor.decide(cascade))
 
-    @torch.inference_mode()
     def carry_out(self, decision: Decision) -> None:
         """Do what a compression pass decided.
 

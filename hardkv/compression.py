@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,35 @@ from hardkv.admission import Admission
 from hardkv.config import CacheSettings, Components
 from hardkv.costs import DeviceCosts
 from hardkv.memory import PagePool, Pages
-from hardkv.pipeline import check_finite, claim, lay_out, select
+from hardkv.pipeline import blaming, check_finite, claim, lay_out, select
 from hardkv.query_ring import QueryRing
 from hardkv.tiers.cascade import Cascade, Moves, Resident
 from hardkv.types import AttentionSettings, Claims, CostModel, Layout, ModelGeometry, ScoreView, TokenBatch
 
 _WORKSPACE_BYTES = 512 << 20
+
+
+class Arriving:
+    """A tensor on its way to the host; nothing waits until `wait`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        else:
+            self._host = tensor
+
+    @property
+    def here(self) -> bool:
+        """Whether `wait` would give it at once."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> Tensor:
+        """Give it, waiting for nothing but its own arrival."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
 
 
 @dataclass(frozen=True)
@@ -33,9 +57,14 @@ class Decision:
     resident: Resident
     moves: Moves
     compact: Moves | None  # the same selection with every head compacted, should pages be short
-    report: Tensor  # [4, L, H] int64 on the host: lengths, reserve, lengths if compacted, kept
-    not_finite: Tensor  # [L] int64 on the host, scores that were not finite
+    report: Arriving  # [4, L, H] int64: lengths, reserve, lengths if compacted, kept
+    not_finite: Arriving  # [L] int64, scores that were not finite; on its way after the report
     selects: bool
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be carried out without waiting."""
+        return self.report.here and self.not_finite.here
 
 
 class Compressor:
@@ -57,7 +86,6 @@ class Compressor:
         self.admission, self.pool, self.ring, self.layers = admission, pool, ring, layers
         self.head_pages = head_pages
 
-    @torch.inference_mode()
     def decide(self, cascade: Cascade) -> Decision:
         """Score, select and lay out; changes nothing but the calibration's state.
 
@@ -71,8 +99,8 @@ class Compressor:
             held = resident.valid.sum(-1)
             moves = cascade.plan(resident, Layout(resident.valid, torch.zeros_like(held, dtype=torch.bool), held))
             report = torch.stack([moves.lengths, moves.reserve, moves.lengths, held])
-            nothing = torch.zeros(layers, dtype=torch.int64)
-            return Decision(cascade, resident, moves, None, to_host(report), nothing, selects=False)
+            nothing = Arriving(torch.zeros(layers, dtype=torch.int64))
+            return Decision(cascade, resident, moves, None, Arriving(report), nothing, selects=False)
         scored = [
             claim(
                 self.parts,
@@ -94,8 +122,8 @@ class Compressor:
             resident,
             moves,
             compact,
-            to_host(report),
-            to_host(torch.cat([broken for _, broken in scored])),
+            Arriving(report),
+            Arriving(torch.cat([broken for _, broken in scored])),
             selects=True,
         )
 
@@ -110,8 +138,8 @@ class Compressor:
         cascade = decision.cascade
         if decision.selects:
             assert self.parts is not None
-            check_finite(self.parts.scorer, decision.not_finite.tolist(), self.geometry.full_layers)
-        lengths, reserve, compact_lengths, kept = decision.report.numpy()
+            check_finite(self.parts.scorer, decision.not_finite.wait().tolist(), self.geometry.full_layers)
+        lengths, reserve, compact_lengths, kept = decision.report.wait().numpy()
         moves = decision.moves
         if decision.compact is not None and self._too_many(cascade, np.maximum(lengths, reserve), reserved_pages):
             moves, lengths, reserve = decision.compact, compact_lengths, compact_lengths
@@ -179,13 +207,16 @@ class Compressor:
             return None
 
         def drop(index: int, tokens: TokenBatch) -> None:
-            assert self.ring is not None
-            queries, _ = self.ring.read(slice(index, index + 1), cascade.lane)
-            query = queries[0, :, :, -1].mean(1)
+            query = None
+            if cascade.last.needs_queries:
+                assert self.ring is not None
+                queries, _ = self.ring.read(slice(index, index + 1), cascade.lane)
+                query = queries[0, :, :, -1].mean(1)
             scaling = self.layers[index].scaling
-            cascade.last.admit(
-                index, TokenBatch(tokens.keys, tokens.values, tokens.positions, tokens.mask, scaling, query)
-            )
+            with blaming("condenser", cascade.last):
+                cascade.last.admit(
+                    index, TokenBatch(tokens.keys, tokens.values, tokens.positions, tokens.mask, scaling, query)
+                )
 
         return drop
 
@@ -198,10 +229,3 @@ class Compressor:
             slot_bytes=2 * self.geometry.head_dim * self.geometry.dtype.itemsize,
             horizon_steps=self.settings.interval,
         )
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Copy to the host without waiting; whoever reads it waits for the stream first."""
-    if tensor.device.type != "cuda":
-        return tensor.to("cpu")
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from hardkv.cache import CascadeCache
 from hardkv.graph import Graphs
 from hardkv.model_adapter import Decoder
+from hardkv.overlap import Overlap
 from hardkv.sampling import Sampler, SamplingRules
 from hardkv.tiers.cascade import Cascade
 from hardkv.types import AttentionCall
@@ -30,6 +31,7 @@ class DecodeLoop:
 
     def __init__(self, decoder: Decoder, cache: CascadeCache, vocabulary: int, graphs: Graphs) -> None:
         self.decoder, self.cache, self.vocabulary, self.graphs = decoder, cache, vocabulary, graphs
+        self.overlap = Overlap(cache)
         self._server = _StepServer(cache)
         self._generation = -1
 

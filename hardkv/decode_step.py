@@ -69,6 +69,8 @@ class DecodeStep:
         rows = len(batch) if rows is None else rows
         self.tables.refresh()
         self._write_counters(batch)
+        # The step counts on the device, `advance` on the host: if one fails in between, the next step writes them anew.
+        self._counted[:, [cascade.lane for cascade in batch]] = -1
         now = (self.tables.version, rows, tuple(cascade.lane for cascade in batch))
         if now == self._bound:
             return
@@ -92,7 +94,7 @@ class DecodeStep:
         for cascade in self.batch:
             cascade.dense.advance()
             cascade.seen_tokens += 1
-            self._counted[:, cascade.lane] += 1
+            self._counted[:, cascade.lane] = cascade.dense.length, cascade.seen_tokens
 
     def _write_counters(self, batch: Sequence[Cascade]) -> None:
         wanted = self._counted.copy()

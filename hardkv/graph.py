@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hardkv.errors import UnsupportedModelError
+
 Answer = tuple[Tensor, Tensor]
 _WARM_UPS = 2
 
@@ -52,8 +54,14 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            answer = body()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                answer = body()
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"the decode step cannot be captured in a CUDA graph: {error}. A model whose forward pass reads values "
+                "from the device (dynamic RoPE, some mixtures of experts) cannot be served there"
+            ) from error
         self._graphs[key] = (graph, answer)
 
     def run(self, key: Hashable, body: Callable[[], Answer]) -> Answer:

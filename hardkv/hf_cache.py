@@ -70,8 +70,10 @@ class HardKVCache(BridgeCache):
         """Free everything; the cache can then serve another call."""
         for cascade in self._rows:
             self._cache.close(cascade)
+        self._cache.release()
         self._rows, self._padding, self._seen = [], [], 0
 
+    @torch.no_grad()
     def begin_forward(self, token_ids: Tensor, attention_mask: Tensor | None) -> HardKVCache:
         batch, tokens = token_ids.shape
         if not self._rows:
@@ -94,6 +96,7 @@ class HardKVCache(BridgeCache):
         self._arriving = tokens
         return self
 
+    @torch.no_grad()
     def attend(self, call: AttentionCall, sliding_window: int | None) -> Tensor:
         """Serve one layer's attention, out `[B, S, H*G, D]`."""
         if self._seen:
@@ -113,6 +116,7 @@ class HardKVCache(BridgeCache):
             out[row : row + 1, skip:] = self._cache.prefill_attend(cascade, one)
         return out
 
+    @torch.no_grad()
     def end_forward(self) -> None:
         if not self._seen:
             for cascade in self._rows:

@@ -36,6 +36,8 @@ class PageManager:
         self.regions = regions
         self.bounds: Pages = np.linspace(0, pages, regions + 1).astype(np.int64)
         self.used_pages = 0
+        # One region is a stack of free pages; several are searched from the front, to keep spans short.
+        self._stack: Pages = np.arange(pages)[::-1].copy() if regions == 1 else np.empty(0, dtype=np.int64)
 
     @property
     def pages(self) -> int:
@@ -46,6 +48,8 @@ class PageManager:
 
     def free_pages(self) -> Pages:
         """Free pages in each region."""
+        if self.regions == 1:
+            return np.array([self.pages - self.used_pages], dtype=np.int64)
         running = np.concatenate([[0], np.cumsum(self.owner == FREE)])
         return np.asarray(running[self.bounds[1:]] - running[self.bounds[:-1]], dtype=np.int64)
 
@@ -58,18 +62,24 @@ class PageManager:
         return slice(region.start + int(held[0]), region.start + int(held[-1]) + 1)
 
     def allocate(self, index: int, owners: Pages) -> Pages:
-        """Give the lowest free pages of a region, one for each entry of `owners`.
+        """Give free pages of a region, one for each entry of `owners`; of several regions' the lowest.
 
         Raises:
             CapacityError: the region has too few free pages; nothing changes.
         """
-        region = self.region(index)
-        free = np.flatnonzero(self.owner[region] == FREE)[: len(owners)] + region.start
+        free = self._find(index, len(owners))
         if len(free) < len(owners):
             raise CapacityError(f"region {index} needs {len(owners)} pages, it has {len(free)} free")
         self.owner[free] = owners
         self.used_pages += len(free)
         return np.asarray(free, dtype=np.int64)
+
+    def _find(self, index: int, count: int) -> Pages:
+        if self.regions == 1:
+            free = self.pages - self.used_pages
+            return np.array(self._stack[max(free - count, 0) : free][::-1], dtype=np.int64)
+        region = self.region(index)
+        return np.asarray(np.flatnonzero(self.owner[region] == FREE)[:count] + region.start, dtype=np.int64)
 
     def release(self, pages: Pages) -> None:
         """Give pages back.
@@ -80,6 +90,9 @@ class PageManager:
         if len(np.unique(pages)) != len(pages) or (self.owner[pages] == FREE).any():
             raise ValueError("a page was released that is not allocated")
         self.owner[pages] = FREE
+        if self.regions == 1:
+            free = self.pages - self.used_pages
+            self._stack[free : free + len(pages)] = pages
         self.used_pages -= len(pages)
 
     def plan_regions(self, extra: Pages) -> Pages:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer
 from hardkv.memory import PagePool
+from hardkv.pipeline import blaming
 from hardkv.types import FusedUpdate
 from hardkv_kernels import score_update
 
@@ -29,6 +30,11 @@ class OnlineStatistic:
         later = scorer is not None and not self.at_once
         self.logits = torch.zeros(pool.manager.pages + 1, group, pool.page_slots, device=device) if later else None
         self.all_lse = torch.zeros(pool.layers * rows * pool.heads * group if later else 0, device=device)
+
+    @property
+    def spares_others(self) -> bool:
+        """Whether a step writes nothing to sequences that take no part; a plugin's own `update` runs over all pages."""
+        return self.scorer is None or self.at_once or self.scorer.fused is not None
 
     @property
     def allocated_bytes(self) -> int:
@@ -59,7 +65,8 @@ class OnlineStatistic:
             return
         statistic = self.pool.statistic[first_page:last_page]
         if self._complete and share is None:
-            self.scorer.update(statistic, probabilities)
+            with blaming("scorer", self.scorer):
+                self.scorer.update(statistic, probabilities)
             return
         owner = self._page_owner[first_page:last_page] - layer * self._owners
         ours = (owner >= 0) & (owner < self._owners)
@@ -89,7 +96,8 @@ class OnlineStatistic:
         """Let the scorer update the pages `ours [m]` says, and leave the others as they are."""
         assert self.scorer is not None
         updated = statistic.clone()
-        self.scorer.update(updated, probabilities)
+        with blaming("scorer", self.scorer):
+            self.scorer.update(updated, probabilities)
         statistic.copy_(torch.where(ours[:, None], updated, statistic))
 
     def _update_fused(self, fused: FusedUpdate, pages: int) -> None:

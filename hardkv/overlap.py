@@ -22,7 +22,6 @@ from hardkv.tiers.cascade import Cascade
 class _Pass:
     cascade: Cascade
     decision: Decision | None = None
-    event: Any = None
 
 
 class Overlap:
@@ -49,6 +48,7 @@ class Overlap:
         if self._stream is not None:
             self._mark = torch.cuda.current_stream(self.device).record_event()
 
+    @torch.inference_mode()
     def advance(self, wait: bool) -> list[tuple[Cascade, HardKVError | None]]:
         """Start each pass's next half if it can go on; gives the sequences that are done, with what went wrong.
 
@@ -80,13 +80,9 @@ class Overlap:
             if one.decision is None:
                 self._follow_mark()
                 one.decision = self.cache.compressor.decide(one.cascade)
-                one.event = None if self._stream is None else self._stream.record_event()
                 return False
-            if one.event is not None:
-                if wait:
-                    one.event.synchronize()
-                if not one.event.query():
-                    return False
+            if not wait and not one.decision.ready:
+                return False
             self._follow_mark()
             self.cache.carry_out(one.decision)
         return True

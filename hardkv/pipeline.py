@@ -25,19 +25,23 @@ def claim(
     Raises:
         PluginError: a component raised, or gave a wrong shape.
     """
-    with _blaming("scorer", parts.scorer):
+    with blaming("scorer", parts.scorer):
         scores = parts.scorer.score(view)
-    _check_shape(parts.scorer.name, scores, view)
+    _check_scores(parts.scorer.name, scores, view)
     broken = ~torch.isfinite(scores) & view.valid[:, :, None, :]
     scores = scores.masked_fill(broken, 0.0)  # so that what follows cannot be blamed for it
     if parts.calibrates:
         reference = _reference_rows(view, scores.shape[2]) if parts.calibrator.needs_reference else None
-        with _blaming("calibrator", parts.calibrator), _joined(states) as state:
-            scores = parts.calibrator.calibrate(scores, reference, view.valid, state)
+        with blaming("calibrator", parts.calibrator), _joined(states) as state:
+            calibrated = parts.calibrator.calibrate(scores, reference, view.valid, state)
+        _check_shape("calibrator", parts.calibrator, "probabilities [B, H, R, N]", calibrated, scores.shape)
+        scores = calibrated
         if view.queries is not None and scores.shape[2] > 1:  # a row that was never written has no say
             scores = scores * view.row_valid[:, None, :, None]
-    with _blaming("budget", parts.budget):
+    with blaming("budget", parts.budget):
         value, votes = parts.budget.claim(scores, view.valid)
+    for what, found in (("value", value), ("votes", votes)):
+        _check_shape("budget", parts.budget, f"{what} [B, H, N]", found, view.valid.shape)
     return Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid), broken.sum((1, 2, 3))
 
 
@@ -64,15 +68,23 @@ def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
 def count(parts: Components, claims: Claims, limits: Limits) -> tuple[Claims, Tensor]:
     """Decide how many slots each head keeps; gives the claims as pooled for the mode, and counts `[L, H]`."""
     pooled = _pool(parts.regularizer.mode, claims)
-    with _blaming("budget", parts.budget):
-        return pooled, parts.budget.counts(pooled, limits)
+    with blaming("budget", parts.budget):
+        counts = parts.budget.counts(pooled, limits)
+    _check_shape("budget", parts.budget, "counts [L, H]", counts, claims.value.shape[:2])
+    # What was reserved for the sequence is held to, whatever the budget says.
+    protected = (claims.protected & claims.valid).sum(-1)
+    return pooled, torch.minimum(counts, protected.clamp(min=limits.upper))
 
 
 def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, limits: Limits) -> Layout:
     """Let the regularizer decide between compacting and masking; `valid [L, H, N]` marks every slot held."""
     selection = Selection(keep=keep, valid=valid, held_slots=valid.sum(-1))
-    with _blaming("regularizer", parts.regularizer):
-        return parts.regularizer.layout(selection, cost, limits)
+    with blaming("regularizer", parts.regularizer):
+        layout = parts.regularizer.layout(selection, cost, limits)
+    _check_shape("regularizer", parts.regularizer, "keep [L, H, N]", layout.keep, keep.shape)
+    for what, found in (("rewrite", layout.rewrite), ("reserve_slots", layout.reserve_slots)):
+        _check_shape("regularizer", parts.regularizer, f"{what} [L, H]", found, keep.shape[:2])
+    return layout
 
 
 def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
@@ -88,7 +100,7 @@ def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
 
 
 @contextmanager
-def _blaming(kind: str, component: Component) -> Iterator[None]:
+def blaming(kind: str, component: Component) -> Iterator[None]:
     """Turn whatever a component raises into a `PluginError` with its name."""
     try:
         yield
@@ -107,7 +119,13 @@ def _joined(states: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     state = {key: torch.cat([one[key] for one in states]) for key in states[0]}
     yield state
     for index, one in enumerate(states):
-        one.update({key: tensor[index : index + 1] for key, tensor in state.items()})
+        for key, tensor in state.items():
+            part = tensor[index : index + 1]
+            # In place: a tensor that another stream made must not be let go while this one may still read it.
+            if key in one and one[key].shape == part.shape:
+                one[key].copy_(part)
+            else:
+                one[key] = part.clone()
 
 
 def _pool(mode: str, claims: Claims) -> Claims:
@@ -134,7 +152,14 @@ def _reference_rows(view: ScoreView, rows: int) -> Tensor:
     return attention.sum(2, keepdim=True) / written[:, None, None, None]
 
 
-def _check_shape(name: str, scores: Tensor, view: ScoreView) -> None:
+def _check_shape(kind: str, component: Component, what: str, found: Tensor, expected: Sequence[int]) -> None:
+    if tuple(found.shape) != tuple(expected):
+        raise PluginError(
+            f"{kind} '{component.name}' gave {what} of shape {tuple(found.shape)}; expected {tuple(expected)}"
+        )
+
+
+def _check_scores(name: str, scores: Tensor, view: ScoreView) -> None:
     batch, heads, slots = view.valid.shape
     rows = view.queries.shape[3] if view.queries is not None else 1
     shape = tuple(scores.shape)

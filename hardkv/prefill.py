@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.interfaces import OnlineScorer
-from hardkv.pipeline import check_finite, claim, count, keep_best, select
+from hardkv.pipeline import blaming, check_finite, claim, count, keep_best, select
 from hardkv.types import AttentionCall, Claims, Limits, ScoreView, TokenBatch
 from hardkv_kernels import causal_attention, window_scores
 
@@ -166,7 +166,8 @@ class Prefill:
         )
         if self.parts.scorer.online:
             assert isinstance(self.parts.scorer, OnlineScorer)
-            view = view.with_statistic(seeded_statistic(self.parts.scorer, view))
+            with blaming("scorer", self.parts.scorer):
+                view = view.with_statistic(seeded_statistic(self.parts.scorer, view))
         protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
         claims, broken = claim(self.parts, view, protected.expand(1, heads, tokens), [self.calibration[index]])
         check_finite(self.parts.scorer, broken.tolist(), [call.layer])
@@ -186,7 +187,9 @@ class Prefill:
 
     def _shrink(self, index: int, staged: _Staged, keep: Tensor) -> None:
         if self.drop is not None:
-            self.drop(index, staged.without(keep))
+            assert self.parts is not None
+            with blaming("condenser", self.parts.condenser):
+                self.drop(index, staged.without(keep))
         staged.shrink(keep)
 
     def _staged_bytes(self) -> int:

@@ -173,7 +173,7 @@ class HardKVRuntime:
                     "prompt %d: only %d tokens fit after it, fewer than max_new_tokens", index, room - len(ids)
                 )
             total = min(len(ids) + settings.max_new_tokens, room)
-            requests.append(Request(index, ids, settings, seed + index, ends, total))
+            requests.append(Request(index, ids, settings, (seed + index) % 2**63, ends, total))
         self._check_memory(requests)
         return requests, read.single
 

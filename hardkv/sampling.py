@@ -56,11 +56,6 @@ class Sampler:
         self._drawn = torch.zeros(lanes + 1, dtype=torch.int64, device=device)
         self._history: Tensor | None = None
 
-    @property
-    def allocated_bytes(self) -> int:
-        held = (self._rules, self._top_k, self._seeds, self._drawn)
-        return sum(tensor.nbytes for tensor in held) + (0 if self._history is None else self._history.nbytes)
-
     def open(self, lane: int, rules: SamplingRules, seed: int, prompt_ids: Sequence[int]) -> None:
         """Set a lane up for a sequence."""
         rest = (rules.top_p, rules.min_p, rules.repetition_penalty)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hardkv.cache import CascadeCache
+from hardkv.compression import Arriving
 from hardkv.config import GenerationSettings
 from hardkv.decode_loop import DecodeLoop
 from hardkv.errors import HardKVError
-from hardkv.overlap import Overlap
 from hardkv.results import FinishReason, SequenceStats
 from hardkv.sampling import Choice, SamplingRules, with_logprobs
 from hardkv.tiers.cascade import Cascade
@@ -85,8 +85,8 @@ class Scheduler:
     def __init__(self, loop: DecodeLoop, chunk_tokens: int, progress: Progress | None, overlaps: bool) -> None:
         self.loop, self.cache, self.chunk_tokens, self.progress = loop, loop.cache, chunk_tokens, progress
         self.decoder = loop.decoder
-        self.overlap = Overlap(self.cache)
-        self.overlaps = overlaps
+        self.overlap = loop.overlap
+        self.overlaps = overlaps and self.cache.step.statistic.spares_others
         self.waiting: deque[Request] = deque()
         self.running: list[_Running] = []
         self.step_seconds: list[float] = []
@@ -108,14 +108,11 @@ class Scheduler:
             self.waiting.clear()
 
     def _admit(self, request: Request) -> Iterator[Event]:
-        cascade = self.cache.open(request.max_tokens)
-        prompt = torch.tensor(request.prompt_ids, device=self.decoder.device)
+        with torch.inference_mode():
+            cascade = self.cache.open(request.max_tokens)
         try:
             with self.cache.watch.phase("prefill"):
-                self.cache.begin_prefill(cascade, len(request.prompt_ids))
-                server = _PrefillServer(self.cache, cascade)
-                logits = self.decoder.prefill(prompt, server, self.chunk_tokens, self.progress)
-                self.cache.end_prefill(cascade)
+                logits = self._prefill(request, cascade)
         except HardKVError as error:
             yield self._fail(request, cascade, error)
             return
@@ -129,6 +126,15 @@ class Scheduler:
             chosen = self.loop.start(cascade.lane, rules, request.seed, request.prompt_ids, logits)
         yield from self._take(running, chosen, logits[0])
 
+    @torch.inference_mode()
+    def _prefill(self, request: Request, cascade: Cascade) -> Tensor:
+        self.cache.begin_prefill(cascade, len(request.prompt_ids))
+        prompt = torch.tensor(request.prompt_ids, device=self.decoder.device)
+        server = _PrefillServer(self.cache, cascade)
+        logits = self.decoder.prefill(prompt, server, self.chunk_tokens, self.progress)
+        self.cache.end_prefill(cascade)
+        return logits
+
     def _step(self) -> Iterator[Event]:
         started = time.perf_counter()
         yield from self._compress_due()
@@ -139,10 +145,11 @@ class Scheduler:
                 cascades = [running.cascade for running in batch]
                 chosen, logits = self.loop.step(cascades, [running.rules for running in batch])
                 self.kv_bytes = self.cache.note_peak()
+                arriving = Arriving(chosen)
         ended = self.overlap.advance(wait=not batch)
         if batch:
             with self.cache.watch.phase("decode"):
-                tokens = chosen.tolist()
+                tokens = arriving.wait().tolist()
             self.step_seconds.append(time.perf_counter() - started)
             for row, running in enumerate(batch):
                 yield from self._take(running, tokens[row], logits[row])
@@ -159,7 +166,8 @@ class Scheduler:
                 self.overlap.add(running.cascade)
                 continue
             try:
-                self.cache.compress(running.cascade)
+                with torch.inference_mode():
+                    self.cache.compress(running.cascade)
             except HardKVError as error:
                 yield from self._drop(running.cascade, error)
 

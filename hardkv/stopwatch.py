@@ -10,7 +10,10 @@ PHASES = ("prefill", "prefill_compression", "decode", "compression")
 
 
 class Stopwatch:
-    """Adds up seconds per phase; a phase inside another is taken out of the outer one."""
+    """Adds up seconds per phase; a phase inside another is taken out of the outer one.
+
+    They are the host's: work that a device does on its own counts where the host next waits for it, in `decode`.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)

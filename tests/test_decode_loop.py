@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hardkv import HardKVRuntime
-from hardkv.errors import HardKVError
+from hardkv.errors import HardKVError, PluginError
 from hardkv.graph import Graphs, bucket_of
 from hardkv.model_adapter import LoadedModel
+from tests.no_sync import NoSync
 from tests.test_runtime import BASE, CACHE, _Breaks, prompt, started
 from tests.tiny_models import loaded
 
@@ -179,3 +181,45 @@ def test_a_stream_that_is_closed_during_a_pass_leaves_nothing_behind(model: Load
     events.close()  # type: ignore[attr-defined]  # it is a generator
     assert runtime._cache.pool.manager.used_pages == 0
     assert runtime.generate(prompt(84, 70), **SETTINGS) == alone
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("all kept", "random")])
+def test_deciding_never_waits_for_the_device(model: LoadedModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor makes a tensor of a Python number, whose copy to the device would wait too."""
+    runtime = as_on_cuda(built(model, METHODS[name]))
+    running = started(runtime, [prompt(87, 130)], {**SETTINGS, "max_new_tokens": 100})[0]
+    while not running.cascade.dense.full:
+        runtime._loop.step([running.cascade], [running.rules])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("this copies from the host")
+
+    from_numpy = torch.from_numpy
+
+    def pinned(array: Any) -> Tensor:
+        with _disable_current_modes():  # `upload` copies from pinned memory, and waits for nothing
+            return from_numpy(array)
+
+    monkeypatch.setattr(Tensor, "new_tensor", refuse)
+    monkeypatch.setattr(torch, "from_numpy", pinned)
+    with NoSync(), torch.inference_mode():  # type: ignore[no-untyped-call]
+        decision = runtime._cache.compressor.decide(running.cascade)
+    assert decision.selects
+    assert decision.ready
+
+
+def test_counters_are_right_after_a_step_that_failed(model: LoadedModel) -> None:
+    """The device had counted the step, the host had not."""
+    runtime = built(model, {})
+    expected = runtime.generate(prompt(88, 70), **SETTINGS)
+    scorer = runtime._cache.step.statistic.scorer
+    assert scorer is not None
+
+    def breaks(*_: Tensor) -> None:
+        raise ZeroDivisionError("one over none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(scorer), "update", breaks)
+        with pytest.raises(PluginError, match="scorer 'attention_power' raised ZeroDivisionError: one over none"):
+            runtime.generate(prompt(88, 70), **SETTINGS)
+    assert runtime.generate(prompt(88, 70), **SETTINGS) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from hardkv import HardKVCache, HardKVRuntime, InputError, OnlineScorer, ScoreView
 from hardkv.errors import CapacityError, ConfigError, HardKVError, ModelNotFoundError, PluginError
+from hardkv.interfaces import CacheTier
 from hardkv.model_adapter import LoadedModel
 from hardkv.scheduler import Request, Scheduler
+from hardkv.types import TierShape, TokenBatch
+from hardkv_kernels import attend_slots
 from tests.no_sync import NoSync
 from tests.test_families import stock
 from tests.tiny_models import VOCABULARY, hf_generate, loaded
@@ -450,3 +454,86 @@ def started(runtime: HardKVRuntime, prompts: list[list[int]], settings: dict[str
         assert isinstance(request, Request)
         list(scheduler._admit(request))
     return scheduler.running
+
+
+class _Apart(CacheTier):
+    """A last tier of a third party: it keeps what is let go in lists of its own, and reads no queries."""
+
+    name = "apart"
+    holds_tokens = True
+    allocated_bytes = 0
+
+    def fresh(self) -> CacheTier:
+        return _Apart()
+
+    def allocate(self, shape: TierShape) -> None:
+        self.held = [torch.zeros(2, shape.heads, 0, shape.head_dim) for _ in range(shape.layers)]
+        self.bias = [torch.zeros(shape.heads, 0) for _ in range(shape.layers)]
+
+    def admit(self, layer: int, tokens: TokenBatch) -> None:
+        clean = [part.masked_fill(~tokens.mask[..., None], 0.0) for part in (tokens.keys, tokens.values)]
+        self.held[layer] = torch.cat([self.held[layer], torch.stack(clean)], 2)
+        bias = torch.zeros(tokens.mask.shape).masked_fill(~tokens.mask, float("-inf"))
+        self.bias[layer] = torch.cat([self.bias[layer], bias], 1)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attend_slots(query, *self.held[layer], self.bias[layer], scaling, softcap)
+        return out, lse
+
+    def reset(self) -> None:
+        self.held, self.bias = [], []
+
+
+def test_a_tier_that_loses_nothing_gives_stock_s_tokens(model: LoadedModel) -> None:
+    """Whatever is compressed, everything is still attended: in the pages, or by the third party's tier."""
+    runtime = HardKVRuntime.from_config({**BASE, "regularizer": {"name": "rewrite"}}, loaded=model)
+    object.__setattr__(runtime._cache.parts, "condenser", _Apart())
+    ids = prompt(9, 80)
+    one = runtime.generate(ids, max_new_tokens=64, ignore_eos=True)
+    assert one.stats.compressions == 4
+    assert one.token_ids == stock(model.model, ids)
+
+
+def test_a_cache_for_transformers_serves_again_after_reset(model: LoadedModel) -> None:
+    ids = torch.tensor([prompt(17, 120)])
+    cache = HardKVCache(model.model, BASE)
+    arguments: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "eos_token_id": None,
+        "past_key_values": cache,
+    }
+    first = hf_generate(model.model, ids, **arguments)
+    for mode in (torch.inference_mode(), torch.enable_grad(), torch.no_grad()):
+        cache.reset()
+        assert cache.kv_bytes == 0
+        with mode:
+            assert torch.equal(hf_generate(model.model, ids, **arguments), first)
+
+
+@pytest.mark.parametrize(
+    ("slot", "method", "told"),
+    [
+        ("budget", "counts", r"budget 'threshold' gave counts \[L, H\] of shape \(1, 1\); expected \(1, 2\)"),
+        ("calibrator", "calibrate", r"calibrator 'exact' gave probabilities \[B, H, R, N\] of shape"),
+        ("regularizer", "layout", r"regularizer 'auto' gave keep \[L, H, N\] of shape"),
+    ],
+)
+def test_a_stage_of_a_wrong_shape_is_named(model: LoadedModel, slot: str, method: str, told: str) -> None:
+    scorer = {"scorer": {"name": "rkv"}}
+    runtime = HardKVRuntime.from_config({**BASE, **scorer}, loaded=model)
+    component = getattr(runtime._cache.parts, slot)
+    right = getattr(component, method)
+
+    def wrong(*arguments: Any) -> Any:
+        answer = right(*arguments)
+        return replace(answer, keep=answer.keep[..., :-1]) if slot == "regularizer" else answer[..., :-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(component, method, wrong)
+        with pytest.raises(PluginError, match=told):
+            runtime.generate(prompt(89, 100), max_new_tokens=30, ignore_eos=True)
+    assert runtime._cache.pool.manager.used_pages == 0

@@ -53,7 +53,7 @@ def run(part: Part, plan: EndToEndPlan, device: torch.device) -> None:
     loaded = random_model(plan.model, device)
     part.fact("parameters", sum(weight.numel() for weight in loaded.model.parameters()))
     part.note(
-        f"random weights, keys of each layer scaled by a factor from 0.25 to 4; one sequence of "
+        "random weights, keys of each layer scaled by a factor from 0.25 to 4; one sequence of "
         f"`{OURS}` is prefilled for real, the other sequences and caches are filled "
         "with random K, V, statistic and query ring, the slots of each head being those of the real one (full cache: "
         "all). Timed steps include whatever compressions fall due, as the scheduler does them. `prefill_s` includes "
@@ -85,7 +85,7 @@ def agrees(part: Part, plan: EndToEndPlan, device: torch.device, loaded: LoadedM
     difference = (found - torch.log_softmax(logits.float(), -1).cpu()).abs()
     part.fact("logprob_difference_to_transformers", {"mean": float(difference.mean()), "max": float(difference.max())})
     # Some 36 layers that round to 16 bits in another order; a wrong cache is off by more than 1.
-    allowed = 0.1 if plan.model.dtype.itemsize == 2 else 1e-3
+    allowed = 0.3 if plan.model.dtype.itemsize == 2 else 1e-3
     if not float(difference.mean()) <= allowed:
         part.fail(f"log-probabilities differ from transformers' by {float(difference.mean()):.3g} in the mean")
 

@@ -10,6 +10,7 @@ from hardkv.errors import UnsupportedModelError
 from hardkv.model_adapter.attention import SERVER_ARGUMENT, serving
 from hardkv.types import AttentionCall, ModelGeometry
 
+_MOST_CUDA_GROUP = 16
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -92,6 +93,11 @@ def _geometry_from_calls(
             "to compress"
         )
     call = calls[0][0]
+    if call.keys.device.type == "cuda" and query_heads // heads > _MOST_CUDA_GROUP:
+        raise UnsupportedModelError(
+            f"model type '{kind}' cannot be served on CUDA: {query_heads // heads} query heads per KV head, the "
+            f"kernels serve up to {_MOST_CUDA_GROUP}"
+        )
     return ModelGeometry(
         windows=windows,
         heads=heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from hardkv.memory import PagePool, Pages
+from hardkv.memory import Pages
 from hardkv.tiers.paged import PagedTier
 from hardkv.types import TokenBatch
 
@@ -15,9 +15,6 @@ class SparseTier(PagedTier):
 
     name = "sparse"
     rank = 2
-
-    def __init__(self, pool: PagePool, lane: int) -> None:
-        super().__init__(pool, lane)
 
     def admit(self, layer: int, tokens: TokenBatch) -> None:
         lengths = self.lengths[layer] + tokens.mask.sum(-1).cpu().numpy()

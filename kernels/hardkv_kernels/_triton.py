@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 try:
     import triton
@@ -26,9 +29,18 @@ def programs_for(device: Any, per_multiprocessor: int) -> int:
     """How many programs a persistent grid has: so many for each multiprocessor of a CUDA device, else a handful."""
     if device.type != "cuda":
         return 5
-    import torch
-
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * per_multiprocessor
 
 
-__all__ = ["interprets", "jit", "programs_for", "tl", "triton"]
+def on_device(launch: Any) -> Any:
+    """`launch` on the device of its first argument, a CUDA tensor: Triton launches on the current one."""
+
+    @functools.wraps(launch)
+    def guarded(first: torch.Tensor, *rest: Any) -> Any:
+        with torch.cuda.device(first.device):
+            return launch(first, *rest)
+
+    return guarded
+
+
+__all__ = ["interprets", "jit", "on_device", "programs_for", "tl", "triton"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import jit, tl, triton
+from hardkv_kernels._triton import jit, on_device, tl, triton
 
 
 @torch.library.custom_op("hardkv::open_slots", mutates_args=("lengths", "seen", "bias", "stamps", "ring_positions"))
@@ -100,7 +100,7 @@ def launch_open_slots(
     return slots, positions
 
 
-open_slots.register_kernel("cuda")(launch_open_slots)
+open_slots.register_kernel("cuda")(on_device(launch_open_slots))
 
 
 @torch.library.custom_op("hardkv::append", mutates_args=("pool_keys", "pool_values", "ring"))
@@ -191,7 +191,7 @@ def launch_append(
     )
 
 
-append.register_kernel("cuda")(launch_append)
+append.register_kernel("cuda")(on_device(launch_append))
 
 
 def _ring_rows(ring: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:

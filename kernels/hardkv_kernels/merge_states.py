@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import jit, tl, triton
+from hardkv_kernels._triton import jit, on_device, tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -51,7 +51,7 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-merge_states.register_kernel("cuda")(launch_merge_states)
+merge_states.register_kernel("cuda")(on_device(launch_merge_states))
 
 
 def launch_combine(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import interprets, jit, programs_for, tl, triton
+from hardkv_kernels._triton import interprets, jit, on_device, programs_for, tl, triton
 from hardkv_kernels.merge_states import launch_combine, pages_each
 
 LOWEST = torch.finfo(torch.float32).min
@@ -190,7 +190,7 @@ def launch_ragged_decode(
     return out, lse, bias.new_empty(0)
 
 
-ragged_decode.register_kernel("cuda")(launch_ragged_decode)
+ragged_decode.register_kernel("cuda")(on_device(launch_ragged_decode))
 
 
 def _config(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import jit, tl, triton
+from hardkv_kernels._triton import jit, on_device, tl, triton
 
 
 @torch.library.custom_op("hardkv::rewrite", mutates_args=("pool_keys", "pool_values", "stamps", "bias"))
@@ -89,7 +89,7 @@ def launch_rewrite(
     )
 
 
-rewrite.register_kernel("cuda")(launch_rewrite)
+rewrite.register_kernel("cuda")(on_device(launch_rewrite))
 
 
 @jit

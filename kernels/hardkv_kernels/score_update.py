@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import jit, tl, triton
+from hardkv_kernels._triton import jit, on_device, tl, triton
 
 NEGLIGIBLE = -60.0
 """Without a floor, terms whose logarithm is not above this count as 0: they would decay into slow denormals."""
@@ -132,7 +132,7 @@ def launch_score_update(
         )
 
 
-score_update.register_kernel("cuda")(launch_score_update)
+score_update.register_kernel("cuda")(on_device(launch_score_update))
 
 
 @jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import jit, tl, triton
+from hardkv_kernels._triton import jit, on_device, tl, triton
 
 
 @torch.library.custom_op("hardkv::threshold_budget", mutates_args=())
@@ -89,7 +89,7 @@ def launch_threshold_budget(value: Tensor, protected: Tensor, floor: Tensor, cap
     return counts
 
 
-threshold_budget.register_kernel("cuda")(launch_threshold_budget)
+threshold_budget.register_kernel("cuda")(on_device(launch_threshold_budget))
 
 
 @jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import jit, tl, triton
+from hardkv_kernels._triton import jit, on_device, tl, triton
 
 _BLOCK_TOKENS = 4096
 
@@ -59,7 +59,7 @@ def launch_topp_threshold(probabilities: Tensor, p: float) -> tuple[Tensor, Tens
     return tau, count
 
 
-topp_threshold.register_kernel("cuda")(launch_topp_threshold)
+topp_threshold.register_kernel("cuda")(on_device(launch_topp_threshold))
 
 
 @jit

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hardkv_kernels._triton import interprets, jit, tl, triton
+from hardkv_kernels._triton import interprets, jit, on_device, tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
 NEGLIGIBLE = -60.0
@@ -177,7 +177,7 @@ def launch_window_scores(
     return scores
 
 
-window_scores.register_kernel("cuda")(launch_window_scores)
+window_scores.register_kernel("cuda")(on_device(launch_window_scores))
 
 
 def _config(dtype: torch.dtype, head_dim: int, softcap: bool) -> dict[str, Any]:

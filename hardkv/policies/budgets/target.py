@@ -87,7 +87,7 @@ def threshold_counts(claims: Claims, target: int, floor_share: float, limits: Li
     resident = claims.resident.reshape(groups, -1)
     protected = (claims.protected & claims.valid).sum(-1).reshape(groups, -1)
     cap = torch.maximum(resident.clamp(max=limits.upper), protected)
-    floor = torch.minimum(torch.maximum(protected, protected.new_tensor(max(1, round(floor_share * target)))), cap)
+    floor = torch.minimum(protected.clamp(min=max(1, round(floor_share * target))), cap)
     total = torch.full_like(cap.sum(-1), target * heads * (1 if per_layer else limits.total_layers))
     total = torch.minimum(torch.maximum(total, floor.sum(-1)), cap.sum(-1))
 
