@@ -183,7 +183,9 @@ def test_a_stream_that_is_closed_during_a_pass_leaves_nothing_behind(model: Load
     assert runtime.generate(prompt(84, 70), **SETTINGS) == alone
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("all kept", "random")])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in ("all kept", "random", "plugin's own update")]
+)
 def test_deciding_never_waits_for_the_device(model: LoadedModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor makes a tensor of a Python number, whose copy to the device would wait too."""
     runtime = as_on_cuda(built(model, METHODS[name]))

@@ -100,3 +100,20 @@ def test_the_cache_s_part_of_a_step_never_waits_for_the_device() -> None:
         step.close()
     with pytest.raises(AssertionError, match="waits for the device"), NoSync():  # type: ignore[no-untyped-call]
         torch.ones(1).item()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_lint_sees_what_waits(inference: bool) -> None:
+    waits = (
+        lambda x: x.item(),
+        lambda x: float(x.sum()),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.__setitem__(x > 0, torch.zeros(1)),
+        lambda x: torch.tensor([1.0]),
+    )
+    one = torch.ones(1)
+    for wait in waits:
+        with torch.inference_mode(inference), pytest.raises(AssertionError, match="waits"), NoSync():  # type: ignore[no-untyped-call]
+            wait(one)

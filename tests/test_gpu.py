@@ -69,6 +69,7 @@ def no_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@torch.inference_mode()
 def decoded(family: str, captures: bool, poison: bool = False) -> list[Tensor]:
     """Logits of steps between which sequences join, leave and are compressed."""
     runtime = runtime_on(DEVICE, family, {}, captures)
@@ -84,11 +85,10 @@ def decoded(family: str, captures: bool, poison: bool = False) -> list[Tensor]:
             if one.cascade.dense.full:
                 cache.compress(one.cascade)
         if poison:
-            with torch.inference_mode():
-                for tensor in (cache.pool.keys, cache.pool.values, cache.pool.statistic):
-                    tensor[cache.pool.nobody_page] = float("nan")
-                for ring in cache.sliding._rings.values():
-                    ring._of(cache.step.nobody, ring.keys).fill_(float("nan"))
+            for tensor in (cache.pool.keys, cache.pool.values, cache.pool.statistic):
+                tensor[cache.pool.nobody_page] = float("nan")
+            for ring in cache.sliding._rings.values():
+                ring._of(cache.step.nobody, ring.keys).fill_(float("nan"))
         _, logits = loop.step([one.cascade for one in running], [one.rules for one in running])
         found.append(logits.clone())
     assert cache.compressions >= 6
@@ -124,6 +124,7 @@ def test_captured_eager_and_reference_loops_choose_the_same_tokens(name: str, fa
     assert name == "all kept" or all(one.stats.compressions >= 3 for one in found["captured"])
 
 
+@torch.inference_mode()
 def test_a_captured_step_never_waits_for_the_device() -> None:
     runtime = runtime_on(DEVICE, "llama", {}, captures=True)
     scheduler, _ = scheduler_of(runtime, [prompt(95, 70), prompt(96, 50)], 2)

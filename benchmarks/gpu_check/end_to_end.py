@@ -123,6 +123,7 @@ def one_context(
         part.target(label, ours / max(uniform), WANTED_UNIFORM)
 
 
+@torch.inference_mode()
 def measured(
     part: Part,
     plan: EndToEndPlan,

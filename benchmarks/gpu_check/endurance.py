@@ -128,6 +128,7 @@ def requests(plan: EndurancePlan) -> list[Request]:
     return made
 
 
+@torch.inference_mode()
 def decode(
     part: Part,
     plan: EndurancePlan,
