@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from hardkv.errors import CapacityError, HardKVError
 from hardkv.graph import bucket_of
 from hardkv.interfaces import OnlineScorer
 from hardkv.memory import PagePool
+from hardkv.pipeline import let_go
 from hardkv.prefill import Prefill
 from hardkv.query_ring import QueryRing
 from hardkv.stopwatch import Stopwatch
@@ -124,15 +127,10 @@ class CascadeCache:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes allocated, whether in use or not."""
+        """Bytes allocated, whether in use or not; they stay from call to call, or are freed for what the next needs."""
         if self._sizes[0] < 0:
             return 0
         return self.kv_bytes - self.pool.used_bytes + self.pool.reserved_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that stay allocated between calls, and that the next one may use or have freed."""
-        return 0 if self.cascades else self.reserved_bytes
 
     def note_peak(self, transient_bytes: int = 0) -> int:
         """Record the bytes held now, with what is held only for a moment; gives the bytes in use."""
@@ -189,7 +187,7 @@ class CascadeCache:
             tokens,
             self.settings.query_rows,
             lambda index, mask, keys, values: self._place(cascade, tokens, index, mask, keys, values),
-            cascade.last.admit if cascade.last.holds_tokens else None,
+            partial(let_go, cascade.last) if cascade.last.holds_tokens else None,
             cascade.calibration,
             self.note_peak,
         )

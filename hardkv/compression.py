@@ -7,7 +7,7 @@ the device works on its own the first half can run beside decode steps of other 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from hardkv.admission import Admission
 from hardkv.config import CacheSettings, Components
 from hardkv.costs import DeviceCosts
 from hardkv.memory import PagePool, Pages
-from hardkv.pipeline import blaming, check_finite, claim, lay_out, select
+from hardkv.pipeline import check_finite, claim, lay_out, let_go, select
 from hardkv.query_ring import QueryRing
 from hardkv.tiers.cascade import Cascade, Moves, Resident
 from hardkv.types import AttentionSettings, Claims, CostModel, Layout, ModelGeometry, ScoreView, TokenBatch
@@ -183,7 +183,6 @@ class Compressor:
             queries, positions = self.ring.read(group, cascade.lane)
         if self.pool.statistic.shape[0]:
             statistic = self.pool.statistic.view(-1)[resident.slots[group]]
-        sinks = settings.sink_logits
         # An online statistic says nothing of a slot that attention did not see, so such a slot cannot come back; then
         # the outcome is the same whether a token was masked or let go.
         online = self.parts is not None and self.parts.scorer.online
@@ -199,7 +198,7 @@ class Compressor:
             queries=queries,
             query_positions=positions,
             statistic=statistic,
-            sink_logits=None if sinks is None else sinks.float().view(self.geometry.heads, -1),
+            sink_logits=settings.sinks(self.geometry.heads),
         )
 
     def _dropper(self, cascade: Cascade) -> Callable[[int, TokenBatch], None] | None:
@@ -213,10 +212,7 @@ class Compressor:
                 queries, _ = self.ring.read(slice(index, index + 1), cascade.lane)
                 query = queries[0, :, :, -1].mean(1)
             scaling = self.layers[index].scaling
-            with blaming("condenser", cascade.last):
-                cascade.last.admit(
-                    index, TokenBatch(tokens.keys, tokens.values, tokens.positions, tokens.mask, scaling, query)
-                )
+            let_go(cascade.last, index, replace(tokens, scaling=scaling, query=query))
 
         return drop
 

@@ -154,7 +154,7 @@ class DecodeStep:
             last_page,
             call.scaling,
             call.softcap,
-            _sinks(call, pool.heads),
+            call.settings.sinks(pool.heads),
             self.statistic.logits,
             self.statistic.at_once,
         )
@@ -171,7 +171,7 @@ class DecodeStep:
         """The same for a sliding-window layer."""
         rows, query_heads, _, head_dim = call.query.shape
         query = call.query.reshape(rows, self.pool.heads, self.group, head_dim)
-        out = self.sliding.attend(layer, call, query, self.lanes, _sinks(call, self.pool.heads))
+        out = self.sliding.attend(layer, call, query, self.lanes, call.settings.sinks(self.pool.heads))
         return out.view(rows, 1, query_heads, head_dim)
 
     def close(self) -> None:
@@ -188,7 +188,3 @@ class DecodeStep:
         parts = torch.stack([out.float(), outs]).flatten(1, 3), torch.stack([lse, lses]).flatten(1)
         merged: tuple[Tensor, Tensor] = merge_states(*parts)
         return merged[0].to(out.dtype).view(out.shape), merged[1].view(lse.shape)
-
-
-def _sinks(call: AttentionCall, heads: int) -> Tensor | None:
-    return None if call.sink_logits is None else call.sink_logits.float().view(heads, -1)

@@ -164,7 +164,6 @@ class PagePool:
         self.statistic = torch.zeros(scored, page_slots, dtype=torch.float32, device=device)
         self.tables: list[PageTable] = []
         self.peak_pages = 0
-        self.version = 0
 
     @staticmethod
     def slot_bytes(head_dim: int, dtype: torch.dtype, with_statistic: bool) -> int:
@@ -228,7 +227,6 @@ class PagePool:
         table.counts = counts.copy()
         table.version += 1
         self.peak_pages = max(self.peak_pages, self.manager.used_pages)
-        self.version += 1
 
     def slots(self, table: PageTable, width: int) -> Tensor:
         """Flat slot ids `[L, H, width]` int64 of a table's first slots; those of page 0 where no page is held."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.errors import HardKVError, PluginError
-from hardkv.interfaces import Component
-from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection
+from hardkv.interfaces import CacheTier, Component
+from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection, TokenBatch
 
 
 def claim(
@@ -85,6 +85,12 @@ def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, lim
     for what, found in (("rewrite", layout.rewrite), ("reserve_slots", layout.reserve_slots)):
         _check_shape("regularizer", parts.regularizer, f"{what} [L, H]", found, keep.shape[:2])
     return layout
+
+
+def let_go(condenser: CacheTier, layer: int, tokens: TokenBatch) -> None:
+    """Offer tokens that are dropped to the last tier."""
+    with blaming("condenser", condenser):
+        condenser.admit(layer, tokens)
 
 
 def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:

@@ -92,7 +92,6 @@ class Prefill:
         assert self._values is not None
         self._filled += fresh
         self._queries.append(query[:, :, -self.rows :])
-        sinks = None if call.sink_logits is None else call.sink_logits.float().view(heads, group)
         out = causal_attention(
             query,
             self._keys[:, : self._filled],
@@ -100,7 +99,7 @@ class Prefill:
             call.scaling,
             window,
             call.softcap,
-            sinks,
+            call.settings.sinks(heads),
         )
         return out, self._filled == self.tokens
 
@@ -151,7 +150,6 @@ class Prefill:
         assert self.parts is not None
         heads, tokens, _ = keys.shape
         positions = torch.arange(tokens, device=keys.device)
-        sinks = None if call.sink_logits is None else call.sink_logits.float().view(heads, -1)
         view = ScoreView(
             keys=keys[None],
             values=values[None],
@@ -162,7 +160,7 @@ class Prefill:
             softcap=call.softcap,
             queries=queries[None],
             query_positions=positions[None, tokens - queries.shape[2] :],
-            sink_logits=sinks,
+            sink_logits=call.settings.sinks(heads),
         )
         if self.parts.scorer.online:
             assert isinstance(self.parts.scorer, OnlineScorer)
@@ -187,9 +185,7 @@ class Prefill:
 
     def _shrink(self, index: int, staged: _Staged, keep: Tensor) -> None:
         if self.drop is not None:
-            assert self.parts is not None
-            with blaming("condenser", self.parts.condenser):
-                self.drop(index, staged.without(keep))
+            self.drop(index, staged.without(keep))
         staged.shrink(keep)
 
     def _staged_bytes(self) -> int:

@@ -184,7 +184,7 @@ class HardKVRuntime:
 
     def _check_memory(self, requests: list[Request]) -> None:
         admission, limit = self._cache.admission, self.config.cache.pool_bytes
-        free = usable_bytes(self.geometry.device) + self._cache.held_bytes
+        free = usable_bytes(self.geometry.device) + self._cache.reserved_bytes
         for request in requests:
             prompt = len(request.prompt_ids)
             pool = admission.sequence_pages(request.max_tokens) * admission.page_bytes
@@ -204,7 +204,7 @@ class HardKVRuntime:
     def _prepare(self, requests: list[Request]) -> None:
         """Size the pool for as many of the requests at once as memory and `max_sequences` allow."""
         admission, settings = self._cache.admission, self.config.cache
-        free = usable_bytes(self.geometry.device) + self._cache.held_bytes
+        free = usable_bytes(self.geometry.device) + self._cache.reserved_bytes
         transient = max(admission.prefill_bytes(len(request.prompt_ids)) for request in requests)
         needs = sorted((admission.sequence_pages(request.max_tokens) for request in requests), reverse=True)
         pages, lanes = needs[0], 1

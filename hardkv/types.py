@@ -237,6 +237,10 @@ class AttentionSettings:
     softcap: float | None
     sink_logits: Tensor | None  # [H*G]
 
+    def sinks(self, heads: int) -> Tensor | None:
+        """The sink logits by KV head, `[H, G]` float32."""
+        return None if self.sink_logits is None else self.sink_logits.float().view(heads, -1)
+
 
 @dataclass(frozen=True)
 class AttentionCall:

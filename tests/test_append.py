@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hardkv_kernels.append import append, open_slots
 from tests.no_sync import NoSync
+from tests.operators import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -166,8 +167,8 @@ def test_new_tokens_are_written(
 
 def test_the_operators_are_registered_rightly() -> None:
     for ring in (False, True):
-        torch.library.opcheck(open_slots, opening(0, 4, 2, 2, 4, 3, ring).arguments())
-        torch.library.opcheck(append, writing(0, 4, 2, 3, 4, 8, torch.float32, ring).arguments())
+        check_operator(open_slots, opening(0, 4, 2, 2, 4, 3, ring).arguments())
+        check_operator(append, writing(0, 4, 2, 3, 4, 8, torch.float32, ring).arguments())
 
 
 def test_the_host_never_waits() -> None:

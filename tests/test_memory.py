@@ -33,9 +33,9 @@ class ModelTable:
 def snapshot(pool: PagePool) -> list[object]:
     """Everything a failed call must leave alone."""
     manager = pool.manager
-    tables = [(table.pages.tolist(), table.counts.tolist(), table.lane) for table in pool.tables]
+    tables = [(table.pages.tolist(), table.counts.tolist(), table.lane, table.version) for table in pool.tables]
     contents = [tensor.clone() for tensor in (pool.keys, pool.values, pool.bias, pool.positions, pool.statistic)]
-    host = [manager.owner.tolist(), manager.bounds.tolist(), tables, pool.peak_pages, pool.version]
+    host = [manager.owner.tolist(), manager.bounds.tolist(), tables, pool.peak_pages]
     return [*host, *(tensor.numpy().tobytes() for tensor in contents)]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hardkv_kernels.ragged_decode import ragged_decode
+from tests.operators import check_operator
 
 FIRST_OWNER = 7
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -222,9 +223,9 @@ def test_logits_far_below_the_top_count_nothing() -> None:
 def test_the_operator_is_well_formed() -> None:
     case = decode_case(3, [[2, 3], [0, 1]], sinks=True, softcap=3.0)
     logits = torch.zeros(case.bias.shape[0], 4, 4)
-    torch.library.opcheck(ragged_decode, case.arguments(logits))
-    torch.library.opcheck(ragged_decode, case.arguments(None))
-    torch.library.opcheck(ragged_decode, case.arguments(None, True))
+    check_operator(ragged_decode, case.arguments(logits))
+    check_operator(ragged_decode, case.arguments(None))
+    check_operator(ragged_decode, case.arguments(None, True))
 
 
 def test_the_plain_form_needs_no_values_of_tensors() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hardkv_kernels.rewrite import rewrite
 from tests.no_sync import NoSync
+from tests.operators import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ANYWHERE = 2**62  # what nobody may read is no slot of any pool
@@ -111,7 +112,7 @@ def test_nothing_stays(entries: int) -> None:
 
 def test_the_operator_is_registered_rightly() -> None:
     case = rewrite_case(1, 3, 9, 4, 2, torch.float32, 0.5)
-    torch.library.opcheck(rewrite, (*case.rows, *case.copied()))
+    check_operator(rewrite, (*case.rows, *case.copied()))
 
 
 def test_a_caller_never_waits_for_the_device() -> None:

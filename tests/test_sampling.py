@@ -116,11 +116,14 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_choosing_never_waits_for_the_device() -> None:
-    sampler = Sampler(2, VOCABULARY, CPU)
-    sampler.open(0, SamplingRules(0.7, 5, 0.9, 0.01, 1.1), 3, [1, 2])
+    samplers = [Sampler(2, VOCABULARY, CPU) for _ in range(2)]
+    for sampler in samplers:
+        sampler.open(0, SamplingRules(0.7, 5, 0.9, 0.01, 1.1), 3, [1, 2])
     logits, lanes = torch.randn(3, VOCABULARY), torch.tensor([0, 2, 2])  # the last lane stands for nobody
     with NoSync():  # type: ignore[no-untyped-call]
-        sampler.choose(logits, lanes, draws=True, remembers=True)
+        watched = samplers[0].choose(logits, lanes, draws=True, remembers=True)
+    assert torch.equal(watched, samplers[1].choose(logits, lanes, draws=True, remembers=True))
+    assert watched[1:].tolist() == logits[1:].argmax(-1).tolist()
 
 
 def test_logprobs_are_those_of_the_logits() -> None:

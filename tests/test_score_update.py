@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hardkv_kernels.score_update import score_update
+from tests.operators import check_operator
 
 FIRST_OWNER = 5
 NAN = float("nan")
@@ -122,7 +123,7 @@ def test_steps_add_up_with_decay() -> None:
 def test_the_operator_is_well_formed(reduction: str) -> None:
     case = update_case(3, 9, 3, 2, 4, (1, 8))
     case.logits.nan_to_num_(1.0)
-    torch.library.opcheck(score_update, case.arguments(case.statistic, reduction, 4.0, 0.98, 1e-8))
+    check_operator(score_update, case.arguments(case.statistic, reduction, 4.0, 0.98, 1e-8))
 
 
 @pytest.mark.parametrize("reduction", ["power", "max"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hardkv_kernels.threshold_budget import threshold_budget
+from tests.operators import check_operator
 
 
 def arguments(
@@ -99,7 +100,7 @@ def test_ties_are_shared_in_proportion() -> None:
 @pytest.mark.parametrize("fill", [0.0, 0.5, 1.0])
 def test_operator_contract(fill: float) -> None:
     args = arguments(1, 2, 3, 9, 4, fill)
-    torch.library.opcheck(threshold_budget, args)
+    check_operator(threshold_budget, args)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(tensor) for tensor in args]
         counts = threshold_budget(*fakes)

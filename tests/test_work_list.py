@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hardkv.block_tables import BlockTables
 from hardkv.memory import PagePool
@@ -17,6 +16,7 @@ from hardkv.tiers.sparse import SparseTier
 from hardkv.tiers.store import PagedStore
 from hardkv.types import TierShape
 from hardkv_kernels import plan_decode
+from tests.no_sync import NoSync
 
 CPU = torch.device("cpu")
 LANES, HEADS, PAGE_SLOTS = 3, 2, 4
@@ -84,7 +84,10 @@ def check(pool: PagePool, tables: BlockTables, held: dict[int, Any], rows: list[
 
 
 def test_planning_never_waits_for_the_device() -> None:
-    with FakeTensorMode():
-        table, counts = torch.zeros(2, 4, 3, 5, dtype=torch.int32), torch.zeros(2, 4, 3, dtype=torch.int32)
-        starts, owner = torch.zeros(2, 7, dtype=torch.int32), torch.zeros(30, dtype=torch.int64)
-        plan_decode(table, counts, torch.zeros(2, dtype=torch.int64), starts, owner)
+    table = torch.tensor([[[[3, 1], [2, 9]], [[0, 9], [4, 5]]]], dtype=torch.int32)  # one layer, two lanes, two heads
+    counts = torch.tensor([[[2, 1], [1, 2]]], dtype=torch.int32)
+    starts, owner = torch.zeros(1, 5, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    with NoSync():  # type: ignore[no-untyped-call]
+        plan_decode(table, counts, torch.arange(2).flip(0), starts, owner)
+    assert starts.tolist() == [[0, 1, 3, 5, 6]]
+    assert owner.tolist() == [0, 2, 3, 2, 1, 1, 4, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOWEST = torch.finfo(torch.float32).min
+from hardkv_kernels._numbers import LOWEST
 
 
 @torch.library.custom_op("hardkv::attend_slots", mutates_args=())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hardkv_kernels._numbers import LOWEST
 from hardkv_kernels._triton import jit, on_device, tl, triton
-
-LOWEST = torch.finfo(torch.float32).min
 
 
 @torch.library.custom_op("hardkv::merge_states", mutates_args=())

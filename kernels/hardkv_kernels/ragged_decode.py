@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from hardkv_kernels._numbers import FLUSHED, LOWEST, NEGLIGIBLE
 from hardkv_kernels._triton import interprets, jit, on_device, programs_for, tl, triton
 from hardkv_kernels.merge_states import launch_combine, pages_each
 
-LOWEST = torch.finfo(torch.float32).min
-NEGLIGIBLE = -60.0
-"""Logits this far below the top add nothing to a float32 sum; their exponentials would end as slow denormals."""
-FLUSHED = math.exp(NEGLIGIBLE) * 1.001
-"""Just above the exponential of `NEGLIGIBLE`, however that is rounded."""
 BLOCK_GROUP = 16
 """Rows of the smallest matrix product; a query group of fewer heads leaves the rest of them empty."""
 TILE_BYTES = 8192

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hardkv_kernels._numbers import LOWEST, NEGLIGIBLE
 from hardkv_kernels._triton import interprets, jit, on_device, tl, triton
 
-LOWEST = torch.finfo(torch.float32).min
-NEGLIGIBLE = -60.0
-"""Logits this far below the top add nothing to a float32 sum; their exponentials would end as slow denormals."""
 _BLOCK_ELEMENTS = 1 << 20
 """Logits that the reference holds at once: 4 MB, so that the passes over them stay in a CPU's cache."""
 
@@ -110,21 +108,7 @@ def _power(p: Tensor, power: float) -> Tensor:
 
 
 @window_scores.register_fake
-def _fake(
-    queries: Tensor,
-    row_positions: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    valid: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    reduction: str,
-    power: float,
-    decay: float,
-    floor: float,
-    thresholds: Tensor | None,
-) -> Tensor:
+def _fake(queries: Tensor, row_positions: Tensor, keys: Tensor, *_: object) -> Tensor:
     return keys.new_empty(keys.shape[:3], dtype=torch.float32)
 
 

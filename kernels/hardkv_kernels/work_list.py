@@ -19,7 +19,7 @@ def plan_decode(
     layers, _, heads, width = block_table.shape
     rows, nobody = lanes.shape[0], layers * lanes.shape[0] * heads
     counts = page_counts.index_select(1, lanes)  # [L, R, H]
-    page_starts[:, 0] = 0
+    page_starts[:, :1].zero_()
     torch.cumsum(counts.view(layers, rows * heads), 1, dtype=torch.int32, out=page_starts[:, 1:])
     pages = block_table.index_select(1, lanes).long()  # [L, R, H, P]
     held = torch.arange(width, device=lanes.device) < counts[..., None]

@@ -208,14 +208,19 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(info.name) for info in found]
 
 
-def registered() -> set[str]:
-    """Every op of the package that has a `launch_*`."""
+def launches() -> dict[str, tuple[Any, Any]]:
+    """Every op of the package that has a `launch_*`: the operator and its launch, by name."""
     return {
-        name.removeprefix("launch_")
+        name.removeprefix("launch_"): (vars(module)[name.removeprefix("launch_")], launch)
         for module in modules()
-        for name in vars(module)
+        for name, launch in vars(module).items()
         if name.startswith("launch_") and name.removeprefix("launch_") in vars(module)
     }
+
+
+def registered() -> set[str]:
+    """Their names."""
+    return set(launches())
 
 
 def kernels() -> set[str]:

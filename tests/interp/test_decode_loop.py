@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,11 +9,11 @@ from functools import wraps
 from typing import Any
 
 import pytest
-import torch
 
-import hardkv_kernels
+from benchmarks.gpu_check.parity import OPERATORS
 from hardkv import HardKVRuntime
-from hardkv.graph import Graphs
+from tests.aot.cases import launches
+from tests.test_decode_loop import as_on_cuda
 from tests.test_runtime import BASE, CACHE, _Breaks, prompt
 from tests.tiny_models import loaded
 
@@ -39,17 +37,6 @@ KERNELS = {
 }
 
 
-def launchers() -> dict[Any, Any]:
-    """Every operator of the package that has a kernel, with the function that launches it."""
-    found = {}
-    for info in pkgutil.iter_modules(hardkv_kernels.__path__):
-        module = importlib.import_module(f"hardkv_kernels.{info.name}")
-        for name, value in vars(module).items():
-            if name.startswith("launch_") and hasattr(module, name.removeprefix("launch_")):
-                found[getattr(module, name.removeprefix("launch_"))] = value
-    return found
-
-
 @pytest.fixture
 def launched() -> Iterator[Counter[str]]:
     """Let the dispatcher pick the kernels on this device too; counts the calls."""
@@ -64,7 +51,7 @@ def launched() -> Iterator[Counter[str]]:
         return call
 
     with ExitStack() as stack:
-        for operator, launch in launchers().items():
+        for operator, launch in launches().values():
             plain = operator._init_fn
             operator.register_kernel("cpu")(counted(launch))
             stack.callback(operator.register_kernel("cpu"), plain)
@@ -78,26 +65,13 @@ def generated(model: Any, method: dict[str, Any], padded: bool) -> list[Any]:
     if "scorer" in method and method["scorer"] is None:
         object.__setattr__(runtime._cache.parts, "scorer", _Breaks("never"))
     if padded:
-        runtime._loop.graphs = Graphs(torch.device("cpu"), pads=True)
-        runtime._cache.layer_regions = False
-        runtime._overlaps = True
+        as_on_cuda(runtime)
     prompts = [prompt(90, 60), prompt(91, 45)]
     return list(runtime.generate(prompts, max_new_tokens=12, ignore_eos=True))
 
 
 def test_every_operator_with_a_kernel_is_found() -> None:
-    names = {operator._name.removeprefix("hardkv::") for operator in launchers()}
-    assert names == {
-        "append",
-        "merge_states",
-        "open_slots",
-        "ragged_decode",
-        "rewrite",
-        "score_update",
-        "threshold_budget",
-        "topp_threshold",
-        "window_scores",
-    }
+    assert set(launches()) == OPERATORS
 
 
 @pytest.mark.parametrize("method", METHODS)
