@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hardkv.interfaces import CacheTier as CacheTier
     from hardkv.interfaces import Calibrator as Calibrator
     from hardkv.interfaces import Component as Component
+    from hardkv.interfaces import EntryScorer as EntryScorer
     from hardkv.interfaces import ImportanceScorer as ImportanceScorer
     from hardkv.interfaces import OnlineScorer as OnlineScorer
     from hardkv.interfaces import Options as Options
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
     from hardkv.runtime import HardKVRuntime as HardKVRuntime
     from hardkv.types import Claims as Claims
     from hardkv.types import CostModel as CostModel
+    from hardkv.types import EnteringTokens as EnteringTokens
     from hardkv.types import Layout as Layout
     from hardkv.types import Limits as Limits
+    from hardkv.types import ModelGeometry as ModelGeometry
     from hardkv.types import ScoreView as ScoreView
     from hardkv.types import Selection as Selection
+    from hardkv.types import TierShape as TierShape
+    from hardkv.types import TokenBatch as TokenBatch
 
 __version__ = "0.1.0"
 
@@ -57,6 +62,7 @@ _HOME = {
             "Options",
             "ImportanceScorer",
             "OnlineScorer",
+            "EntryScorer",
             "Calibrator",
             "Budget",
             "Regularizer",
@@ -64,7 +70,21 @@ _HOME = {
         ],
         "interfaces",
     ),
-    **dict.fromkeys(["ScoreView", "Claims", "Limits", "Selection", "CostModel", "Layout"], "types"),
+    **dict.fromkeys(
+        [
+            "ScoreView",
+            "EnteringTokens",
+            "Claims",
+            "Limits",
+            "Selection",
+            "CostModel",
+            "Layout",
+            "TokenBatch",
+            "TierShape",
+            "ModelGeometry",
+        ],
+        "types",
+    ),
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -11,9 +11,11 @@ from torch import Tensor
 from hardkv.types import (
     Claims,
     CostModel,
+    EnteringTokens,
     FusedUpdate,
     Layout,
     Limits,
+    ModelGeometry,
     ScoreView,
     Selection,
     TierShape,
@@ -47,6 +49,14 @@ class Component(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
 
+    def check_model(self, geometry: ModelGeometry) -> None:
+        """Refuse a model that this component cannot serve; called once, before anything runs.
+
+        Raises:
+            ConfigError, UnsupportedModelError: what was expected, what the model has, what to write instead.
+        """
+        return
+
 
 class ImportanceScorer(Component):
     """Scores every resident token of every head; higher = keep."""
@@ -60,8 +70,18 @@ class ImportanceScorer(Component):
         return False
 
     @property
+    def needs_hidden_states(self) -> bool:
+        """Whether the scorer reads the attention layer's inputs (`hidden_states`); they are held beside the queries."""
+        return False
+
+    @property
     def online(self) -> bool:
         """Whether the decode step folds its attention into a statistic for this scorer."""
+        return False
+
+    @property
+    def scores_on_entry(self) -> bool:
+        """Whether each token is scored once, when it enters the cache (`EntryScorer`)."""
         return False
 
     @abstractmethod
@@ -108,6 +128,26 @@ class OnlineScorer(ImportanceScorer):
         return self.finish(view.statistic, view)
 
 
+class EntryScorer(ImportanceScorer):
+    """A scorer that sees each token once, when it enters the cache; the score stays with the token."""
+
+    @property
+    def scores_on_entry(self) -> bool:
+        return True
+
+    @abstractmethod
+    def enter(self, tokens: EnteringTokens) -> Tensor:
+        """Give float32 scores `[R, H, N]` of entering tokens; finite.
+
+        Called for a whole prompt and at every decode step. Capture-safe: no host sync, no data-dependent shape.
+        """
+
+    def score(self, view: ScoreView) -> Tensor:
+        if view.statistic is None:
+            raise ValueError(f"entry scorer '{self.name}' was given a view without the scores it gave on entry")
+        return view.statistic.masked_fill(~view.valid, 0.0)[:, :, None]
+
+
 class Calibrator(Component):
     """Maps scores to probabilities that mean the same in every head and for every scorer; never changes their order."""
 
@@ -148,6 +188,10 @@ class Budget(Component):
     def target_tokens(self, seen_tokens: int) -> int | None:
         """Mean tokens per head that `counts` aims at, or None when only the scores decide."""
 
+    def most_tokens(self, seen_tokens: int) -> int | None:
+        """Most tokens that a single head may keep, where `cache.upper` does not say; None: four times the target."""
+        return None
+
 
 class Regularizer(Component):
     """Turns a ragged selection into a layout that a static decode step can serve."""
@@ -176,10 +220,17 @@ class CacheTier(Component):
     """Whether `allocate` is given slots in the pool's pages (`shape.store`), where the decode step's kernel attends
     them; else it asks `attend` and composes by log-sum-exp, which no CUDA graph can hold."""
 
+    folds: ClassVar[bool] = False
+    """Whether `fold` lets the tokens that stay take in something of those that are dropped."""
+
     @property
     def needs_queries(self) -> bool:
         """Whether `admit` reads `tokens.query` (then a query ring is allocated)."""
         return False
+
+    def fold(self, layer: int, tokens: TokenBatch) -> Tensor:
+        """New values `[H, N, D]` for `tokens.survivors`, once `tokens.mask` is dropped; others are not read."""
+        raise NotImplementedError(f"'{self.name}' says that it folds, but has no `fold`")
 
     @abstractmethod
     def fresh(self) -> CacheTier:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class ScoreView:
     query_positions: Tensor | None = None  # [B, W] int64, -1 where the row was never written
     statistic: Tensor | None = None  # [B, H, N] float32, what an online scorer gathered
     sink_logits: Tensor | None = None  # [H, G] float32, learned attention-sink logits (gpt-oss)
+    hidden_states: Tensor | None = None  # [B, W, M], the attention layer's inputs at `query_positions`
+    output_weights: tuple[Tensor, ...] = ()  # [M, H*G*D], the output projection of each row of B
+    frequencies: Tensor | None = None  # [B, F] float32, radians per position of the rotary pairs (i, i + F), 0 = still
+    modules: tuple[nn.Module, ...] = ()  # the attention module of each row of B, as transformers built it
 
     @cached_property
     def row_valid(self) -> Tensor:
@@ -77,6 +81,18 @@ class ScoreView:
         if self.query_positions is None:
             raise ValueError("this view carries no queries: set `needs_queries = True` on the scorer")
         return self.query_positions
+
+
+@dataclass(frozen=True)
+class EnteringTokens:
+    """Tokens of one layer at the moment they enter the cache: a prompt's (R = 1), or one of each sequence (N = 1)."""
+
+    layer: int  # the model layer
+    keys: Tensor  # [R, H, N, D], post-RoPE
+    values: Tensor  # [R, H, N, D]
+    queries: Tensor  # [R, H, G, N, D], post-RoPE
+    positions: Tensor  # [R, N] int64
+    hidden_states: Tensor | None = None  # [R, N, M], the attention layer's inputs
 
 
 @dataclass(frozen=True)
@@ -208,6 +224,7 @@ class TokenBatch:
     mask: Tensor  # [H, N] bool, the tokens meant; other slots may hold anything
     scaling: float = 1.0  # logits = q.k * scaling
     query: Tensor | None = None  # [H, D], the newest query, mean over the group; for merging
+    survivors: Tensor | None = None  # [H, N] bool, tokens of this batch that stay where they are
 
 
 @dataclass(frozen=True)
@@ -221,6 +238,10 @@ class ModelGeometry:
     dtype: torch.dtype
     device: torch.device
     max_positions: int
+    hidden_size: int = 0
+    modules: tuple[nn.Module, ...] = ()  # the attention module of each layer
+    output_weights: tuple[Tensor | None, ...] = ()  # [M, H*G*D] of each layer; None where there is no plain projection
+    frequencies: tuple[Tensor | None, ...] = ()  # [F] float32 of each layer, as in ScoreView; None where not known
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -253,6 +274,8 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H*G]
+    module: nn.Module | None = None  # the attention module that calls
+    hidden_states: Tensor | None = None  # [B, S, M], its inputs, where the scorer asked for them
 
     @property
     def settings(self) -> AttentionSettings:
