@@ -32,7 +32,7 @@ class Admission:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page with its metadata."""
-        slot = PagePool.slot_bytes(self.geometry.head_dim, self.geometry.dtype, self.online)
+        slot = PagePool.slot_bytes(self.geometry.head_dim, self.geometry.dtype, self.numbers_tokens)
         # An online scorer also needs room for the logits of a step.
         return self.page_slots * (slot + (4 * self.geometry.group if self.online else 0))
 
@@ -40,6 +40,11 @@ class Admission:
     def online(self) -> bool:
         """Whether an online scorer rides along."""
         return self.parts is not None and self.parts.scorer.online
+
+    @property
+    def numbers_tokens(self) -> bool:
+        """Whether every slot holds a number of the scorer's: a round's statistic, or the score on entry."""
+        return self.online or (self.parts is not None and self.parts.scorer.scores_on_entry)
 
     @property
     def store_slots(self) -> int:
@@ -88,6 +93,8 @@ class Admission:
         total = sum(windows) * slot
         if self.parts is not None and self.parts.needs_queries:
             query = geometry.heads * geometry.group * geometry.head_dim * item
+            if self.parts.scorer.needs_hidden_states:
+                query += geometry.hidden_size * item
             total += self.layers * self.settings.query_rows * query + self.settings.query_rows * 8
         if self.settings.condensed_slots and not self.store_slots:
             total += self.layers * self.settings.condensed_slots * slot

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hardkv.admission import Admission
 from hardkv.block_tables import BlockTables
@@ -15,9 +17,9 @@ from hardkv.costs import DeviceCosts
 from hardkv.decode_step import DecodeStep
 from hardkv.errors import CapacityError, HardKVError
 from hardkv.graph import bucket_of
-from hardkv.interfaces import OnlineScorer
+from hardkv.interfaces import CacheTier
 from hardkv.memory import PagePool
-from hardkv.pipeline import let_go
+from hardkv.pipeline import blaming, let_go
 from hardkv.prefill import Prefill
 from hardkv.query_ring import QueryRing
 from hardkv.stopwatch import Stopwatch
@@ -43,6 +45,8 @@ class CascadeCache:
     ) -> None:
         self.layer_regions = geometry.device.type == "cpu" if layer_regions is None else layer_regions
         self.geometry, self.settings, self.parts, self.costs = geometry, settings, parts, costs
+        if parts is not None:
+            parts.check_model(geometry)
         self.admission = Admission(geometry, settings, parts)
         self.index_of_layer = {layer: index for index, layer in enumerate(geometry.full_layers)}
         self.watch = Stopwatch()
@@ -57,6 +61,13 @@ class CascadeCache:
         self._reserved_pages: dict[int, int] = {}
         self._layers: dict[int, AttentionSettings] = {}
         self._prefills: dict[int, Prefill] = {}
+
+    @property
+    def telling(self) -> Sequence[nn.Module]:
+        """Attention modules whose calls must carry their input: all that are compressed, if the scorer reads it."""
+        if self.parts is None or not self.parts.scorer.needs_hidden_states:
+            return ()
+        return [self.geometry.modules[layer] for layer in self.geometry.full_layers]
 
     # Memory
 
@@ -80,20 +91,29 @@ class CascadeCache:
 
     def _allocate(self, pages: int, lanes: int, head_pages: int) -> None:
         geometry, settings = self.geometry, self.settings
-        layers, online = len(geometry.full_layers), self.admission.online
+        layers, numbers = len(geometry.full_layers), self.admission.numbers_tokens
         heads, head_dim, dtype, device = geometry.heads, geometry.head_dim, geometry.dtype, geometry.device
         self.release()
         self.pool = PagePool(
-            pages, settings.page_slots, layers, heads, head_dim, dtype, device, online, self.layer_regions
+            pages,
+            settings.page_slots,
+            layers,
+            heads,
+            head_dim,
+            dtype,
+            device,
+            numbers,
+            self.layer_regions,
+            statistic_stays=numbers and not self.admission.online,
         )
         if self.parts is not None and self.parts.needs_queries:
             rows = settings.query_rows
-            self.ring = QueryRing(layers, lanes, heads, geometry.group, rows, head_dim, dtype, device)
+            hidden = geometry.hidden_size if self.parts.scorer.needs_hidden_states else 0
+            self.ring = QueryRing(layers, lanes, heads, geometry.group, rows, head_dim, dtype, device, hidden)
         windows = {layer: window for layer, window in enumerate(geometry.windows) if window is not None}
         rows = bucket_of(lanes)
         self.sliding = SlidingRings(windows, lanes, rows, heads, head_dim, dtype, device)
-        scorer = self.parts.scorer if self.parts is not None and online else None
-        assert scorer is None or isinstance(scorer, OnlineScorer)
+        scorer = self.parts.scorer if self.parts is not None and numbers else None
         tables = BlockTables(self.pool, lanes, head_pages)
         self.step = DecodeStep(self.pool, tables, scorer, self.ring, self.sliding, geometry.group, lanes, rows)
         self.compressor = Compressor(
@@ -149,7 +169,7 @@ class CascadeCache:
         """Open a sequence that may grow to `total_tokens`, its worst case reserved.
 
         Raises:
-            CapacityError: it does not fit now; nothing changes.
+            CapacityError: it does not fit now; nothing changes. PluginError: the last tier failed; nothing changes.
         """
         pages = self.admission.sequence_pages(total_tokens)
         if not self.has_room(total_tokens):
@@ -158,12 +178,20 @@ class CascadeCache:
                 f"a sequence of {total_tokens} tokens needs {pages} pages and a lane; "
                 f"{free} pages and {len(self._free_lanes)} lanes are free"
             )
-        last = self.parts.condenser.fresh() if self.parts is not None else Evict()
+        last: CacheTier = Evict()
+        if self.parts is not None:
+            with blaming("condenser", self.parts.condenser):
+                last = self.parts.condenser.fresh()
         lane = self._free_lanes.pop(0)
         settings = self.settings
         cascade = Cascade(self.pool, lane, settings.sinks, settings.local_window, settings.interval, last)
         self.cascades[lane], self._reserved_pages[lane] = cascade, pages
-        cascade.allocate(settings.condensed_slots)
+        try:
+            with blaming("condenser", last):
+                cascade.allocate(settings.condensed_slots)
+        except HardKVError:
+            self.close(cascade)
+            raise
         return cascade
 
     @torch.inference_mode()
@@ -186,10 +214,11 @@ class CascadeCache:
             self.admission.limits(tokens),
             tokens,
             self.settings.query_rows,
-            lambda index, mask, keys, values: self._place(cascade, tokens, index, mask, keys, values),
-            partial(let_go, cascade.last) if cascade.last.holds_tokens else None,
+            partial(self._place, cascade),
+            partial(let_go, cascade.last) if cascade.last.holds_tokens or cascade.last.folds else None,
             cascade.calibration,
             self.note_peak,
+            self.geometry,
         )
 
     def prefill_attend(self, cascade: Cascade, call: AttentionCall) -> Tensor:
@@ -198,17 +227,18 @@ class CascadeCache:
         window = self.geometry.windows[call.layer]
         out, complete = prefill.attend(call, window)
         if complete:
-            keys, values, queries = prefill.take_layer()
+            layer = prefill.take_layer()
             with self.watch.phase("prefill_compression"):
                 if window is not None:
-                    self.sliding.fill(call.layer, cascade.lane, keys, values)
+                    self.sliding.fill(call.layer, cascade.lane, layer.keys, layer.values)
                 else:
                     index = self.index_of_layer[call.layer]
                     self._layers[index] = call.settings
-                    prefill.finish_layer(index, keys, values, queries, call)
+                    prefill.finish_layer(index, layer, call)
                     if self.ring is not None:
-                        last = torch.arange(prefill.tokens - queries.shape[2], prefill.tokens, device=keys.device)
-                        self.ring.fill(index, cascade.lane, queries, last)
+                        queries, hidden = layer.window()
+                        last = torch.arange(prefill.tokens - queries.shape[2], prefill.tokens, device=queries.device)
+                        self.ring.fill(index, cascade.lane, queries, last, None if hidden is None else hidden[0])
         return out.flatten(0, 1).transpose(0, 1)[None]
 
     def end_prefill(self, cascade: Cascade) -> None:
@@ -249,12 +279,8 @@ class CascadeCache:
             self.compressions += 1
         self.note_peak()
 
-    def _place(self, cascade: Cascade, tokens: int, index: int, mask: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put a prompt's kept tokens of one layer into the dense and the sparse tier; `keys [sum of mask, D]`."""
-        heads, device = mask.shape[0], mask.device
-        positions = torch.arange(tokens, device=device).expand(heads, tokens)
-        newest = positions >= tokens - self.settings.local_window
-        spread = keys.new_empty(2, heads, tokens, keys.shape[-1])
-        spread[0][mask], spread[1][mask] = keys, values
-        for tier, chosen in ((cascade.sparse, mask & ~newest), (cascade.dense, mask & newest)):
-            tier.admit(index, TokenBatch(spread[0], spread[1], positions, chosen))
+    def _place(self, cascade: Cascade, index: int, tokens: TokenBatch) -> None:
+        """Put a prompt's kept tokens of one layer into the dense and the sparse tier."""
+        newest = tokens.positions >= tokens.positions.shape[-1] - self.settings.local_window
+        for tier, chosen in ((cascade.sparse, ~newest), (cascade.dense, newest)):
+            tier.admit(index, replace(tokens, mask=tokens.mask & chosen))

@@ -173,14 +173,17 @@ class Compressor:
     def _alike(self, first: int, second: int) -> bool:
         one, other = self.layers[first], self.layers[second]
         sinks = one.sink_logits is not None or other.sink_logits is not None
-        return not sinks and (one.scaling, one.softcap) == (other.scaling, other.softcap)
+        turns = [self.geometry.frequencies[each.layer] for each in (one, other) if self.geometry.frequencies]
+        lengths = {None if turn is None else len(turn) for turn in turns}
+        return len(lengths) < 2 and not sinks and (one.scaling, one.softcap) == (other.scaling, other.softcap)
 
     def _view(self, cascade: Cascade, resident: Resident, group: slice) -> ScoreView:
         settings = self.layers[group.start]
         keys, values = cascade.gather(resident, group)
-        queries = positions = statistic = None
+        queries = positions = hidden = statistic = None
         if self.ring is not None:
             queries, positions = self.ring.read(group, cascade.lane)
+            hidden = self.ring.read_hidden(group, cascade.lane)
         if self.pool.statistic.shape[0]:
             statistic = self.pool.statistic.view(-1)[resident.slots[group]]
         # An online statistic says nothing of a slot that attention did not see, so such a slot cannot come back; then
@@ -199,20 +202,22 @@ class Compressor:
             query_positions=positions,
             statistic=statistic,
             sink_logits=settings.sinks(self.geometry.heads),
+            hidden_states=hidden,
+            **self.geometry.facts(self.geometry.full_layers[group]),
         )
 
-    def _dropper(self, cascade: Cascade) -> Callable[[int, TokenBatch], None] | None:
-        if not cascade.last.holds_tokens:
+    def _dropper(self, cascade: Cascade) -> Callable[[int, TokenBatch], Tensor | None] | None:
+        if not (cascade.last.holds_tokens or cascade.last.folds):
             return None
 
-        def drop(index: int, tokens: TokenBatch) -> None:
+        def drop(index: int, tokens: TokenBatch) -> Tensor | None:
             query = None
             if cascade.last.needs_queries:
                 assert self.ring is not None
                 queries, _ = self.ring.read(slice(index, index + 1), cascade.lane)
                 query = queries[0, :, :, -1].mean(1)
             scaling = self.layers[index].scaling
-            let_go(cascade.last, index, replace(tokens, scaling=scaling, query=query))
+            return let_go(cascade.last, index, replace(tokens, scaling=scaling, query=query))
 
         return drop
 

@@ -3,25 +3,27 @@
 All that a step needs to know lies in tensors whose addresses never change. What changes only between steps (which lane
 each row stands for, who owns which page) is written by `bind`; `open`, `attend` and `close` read nothing back and have
 no shape that depends on data, so that they can be captured in one CUDA graph and replayed after sequences joined, left
-or were compressed.
+or were compressed. A plugin that fails for one sequence is noted in `failures`, by lane; the others' step goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hardkv.block_tables import BlockTables
-from hardkv.interfaces import OnlineScorer
+from hardkv.errors import HardKVError
+from hardkv.interfaces import EntryScorer, ImportanceScorer, OnlineScorer
 from hardkv.memory import PagePool, upload
 from hardkv.online_statistic import OnlineStatistic
+from hardkv.pipeline import blaming, by_row, enter
 from hardkv.query_ring import QueryRing
 from hardkv.tiers.cascade import Cascade
 from hardkv.tiers.sliding import SlidingRings
-from hardkv.types import AttentionCall
+from hardkv.types import AttentionCall, EnteringTokens
 from hardkv_kernels import append, merge_states, open_slots, plan_decode, ragged_decode
 
 
@@ -32,7 +34,7 @@ class DecodeStep:
         self,
         pool: PagePool,
         tables: BlockTables,
-        scorer: OnlineScorer | None,
+        scorer: ImportanceScorer | None,
         ring: QueryRing | None,
         sliding: SlidingRings,
         group: int,
@@ -47,7 +49,9 @@ class DecodeStep:
         self._all_lanes = torch.full((rows,), lanes, dtype=torch.int64, device=device)
         self._all_starts = torch.zeros(pool.layers * (rows * pool.heads + 1), dtype=torch.int32, device=device)
         self._owner = torch.zeros(pool.manager.pages + 1, dtype=torch.int64, device=device)
-        self.statistic = OnlineStatistic(pool, scorer, group, rows)
+        self.statistic = OnlineStatistic(pool, scorer if isinstance(scorer, OnlineScorer) else None, group, rows)
+        self.entry = scorer if isinstance(scorer, EntryScorer) else None
+        self.failures: dict[int, HardKVError] = {}
         self._bound: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
         self.batch: list[Cascade] = []
 
@@ -67,6 +71,7 @@ class DecodeStep:
     def bind(self, batch: Sequence[Cascade], rows: int | None = None) -> None:
         """Let the first rows stand for the sequences of `batch`, and the others, up to `rows`, for nobody."""
         rows = len(batch) if rows is None else rows
+        self.failures.clear()
         self.tables.refresh()
         self._write_counters(batch)
         # The step counts on the device, `advance` on the host: if one fails in between, the next step writes them anew.
@@ -128,6 +133,8 @@ class DecodeStep:
         pool, ring = self.pool, self.ring
         owners = rows * pool.heads
         query = call.query.reshape(rows, pool.heads, self.group, head_dim)
+        if ring is not None and call.hidden_states is not None:
+            ring.write_hidden(index, self.lanes, self.positions, call.hidden_states[:, 0])
         append(
             call.keys.reshape(rows, pool.heads, head_dim),
             call.values.reshape(rows, pool.heads, head_dim),
@@ -164,7 +171,9 @@ class DecodeStep:
             inside = lse
             out, lse = self._with_last_tiers(index, call, query, out, lse)
             share = torch.exp(inside - lse)
-        self.statistic.take(index, first_page, last_page, lse, probabilities, share)
+        self._blame(self.statistic.take(index, first_page, last_page, lse, probabilities, share))
+        if self.entry is not None:
+            self._score_entering(self.entry, index, call, query)
         return out.view(rows, 1, query_heads, head_dim)
 
     def attend_sliding(self, layer: int, call: AttentionCall) -> Tensor:
@@ -176,7 +185,28 @@ class DecodeStep:
 
     def close(self) -> None:
         """Fold the step's attention into the statistic, where that was not done layer by layer."""
-        self.statistic.close()
+        self._blame(self.statistic.close())
+
+    def _blame(self, failures: Mapping[int, HardKVError]) -> None:
+        """Note what went wrong, by row; a sequence's first failure is the one that is told."""
+        for row, error in failures.items():
+            if row < len(self.batch):
+                self.failures.setdefault(self.batch[row].lane, error)
+
+    def _score_entering(self, scorer: EntryScorer, index: int, call: AttentionCall, query: Tensor) -> None:
+        """Score the rows' new tokens, once and for all."""
+        entering = EnteringTokens(
+            layer=call.layer,
+            keys=call.keys,
+            values=call.values,
+            queries=query[:, :, :, None],
+            positions=self.positions[:, None],
+            hidden_states=call.hidden_states,
+        )
+        scores, failures = by_row(lambda tokens: enter(scorer, tokens), entering)
+        self._blame(failures)
+        if scores is not None:
+            self.pool.statistic.view(-1).index_copy_(0, self._slots[index], scores.flatten())
 
     def _with_last_tiers(
         self, index: int, call: AttentionCall, query: Tensor, out: Tensor, lse: Tensor
@@ -184,7 +214,11 @@ class DecodeStep:
         """Compose with what last tiers hold apart from the pages."""
         outs, lses = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, float("-inf"))
         for row, cascade in enumerate(self.batch):
-            outs[row], lses[row] = cascade.last.attend(index, query[row], call.scaling, call.softcap)
+            try:
+                with blaming("condenser", cascade.last):
+                    outs[row], lses[row] = cascade.last.attend(index, query[row], call.scaling, call.softcap)
+            except HardKVError as error:
+                self._blame({row: error})
         parts = torch.stack([out.float(), outs]).flatten(1, 3), torch.stack([lse, lses]).flatten(1)
         merged: tuple[Tensor, Tensor] = merge_states(*parts)
         return merged[0].to(out.dtype).view(out.shape), merged[1].view(lse.shape)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hardkv.cache import CascadeCache
 from hardkv.config import HardKVConfig, load_config
@@ -58,6 +59,10 @@ class HardKVCache(BridgeCache):
         return self._seen
 
     @property
+    def telling(self) -> Sequence[nn.Module]:
+        return self._cache.telling
+
+    @property
     def kv_bytes(self) -> int:
         """Physical bytes in use."""
         return self._cache.kv_bytes if self._rows else 0
@@ -104,14 +109,9 @@ class HardKVCache(BridgeCache):
         out = torch.zeros_like(call.query).transpose(1, 2).contiguous()
         for row, (cascade, skip) in enumerate(zip(self._rows, self._padding, strict=True)):
             cut = (slice(row, row + 1), slice(None), slice(skip, None))
-            one = AttentionCall(
-                call.layer,
-                call.query[cut],
-                call.keys[cut],
-                call.values[cut],
-                call.scaling,
-                call.softcap,
-                call.sink_logits,
+            hidden = None if call.hidden_states is None else call.hidden_states[row : row + 1, skip:]
+            one = replace(
+                call, query=call.query[cut], keys=call.keys[cut], values=call.values[cut], hidden_states=hidden
             )
             out[row : row + 1, skip:] = self._cache.prefill_attend(cascade, one)
         return out
@@ -124,6 +124,8 @@ class HardKVCache(BridgeCache):
         else:
             self._cache.step.close()
             self._cache.step.advance()
+            for error in self._cache.step.failures.values():
+                raise error
         self._seen += self._arriving
 
     def _open(self, batch: int, tokens: int, attention_mask: Tensor | None) -> None:

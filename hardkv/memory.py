@@ -135,7 +135,7 @@ class PagePool:
     """K, V and per-slot metadata of every page, and the tables that say whose they are.
 
     One page more than the manager gives out is allocated, `nobody_page`: rows of a batch that stand for no sequence
-    write there.
+    write there. `statistic_stays`: whether a slot's number belongs to its token and moves with it, or to the round.
     """
 
     def __init__(
@@ -149,7 +149,9 @@ class PagePool:
         device: torch.device,
         with_statistic: bool,
         layer_regions: bool | None = None,
+        statistic_stays: bool = False,
     ) -> None:
+        self.statistic_stays = statistic_stays
         self.layer_regions = device.type == "cpu" if layer_regions is None else layer_regions
         self.manager = PageManager(pages, layers if self.layer_regions else 1)
         self.page_slots, self.layers, self.heads, self.head_dim = page_slots, layers, heads, head_dim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hardkv.errors import HardKVError
 from hardkv.interfaces import OnlineScorer
 from hardkv.memory import PagePool
 from hardkv.pipeline import blaming
@@ -52,37 +53,38 @@ class OnlineStatistic:
 
     def take(
         self, layer: int, first_page: int, last_page: int, lse: Tensor, probabilities: Tensor, share: Tensor | None
-    ) -> None:
-        """Take in one layer's attention.
+    ) -> dict[int, HardKVError]:
+        """Take in one layer's attention; gives the rows for which the scorer failed.
 
         `lse [R, H, G]`; `probabilities [last_page - first_page, G, S]`, where they are folded at once; `share
         [R, H, G]`: how much of the attention they are of, where some went to tiers outside the pages.
         """
         if self.scorer is None:
-            return
+            return {}
         if not self.at_once:
             self._lse[layer].copy_(lse.view(self._owners, self.group))
-            return
+            return {}
         statistic = self.pool.statistic[first_page:last_page]
-        if self._complete and share is None:
+        # In place, which only an update that has a fused form as well is trusted with: it cannot fail midway.
+        if self._complete and share is None and self.scorer.fused is not None:
             with blaming("scorer", self.scorer):
                 self.scorer.update(statistic, probabilities)
-            return
+            return {}
         owner = self._page_owner[first_page:last_page] - layer * self._owners
         ours = (owner >= 0) & (owner < self._owners)
         if share is not None:
             rows = share.view(self._owners, self.group).index_select(0, owner.clamp(0, self._owners - 1))
             probabilities.mul_(rows[:, :, None])
-        self._update(statistic, probabilities, ours)
+        return self._update(statistic, probabilities, owner, ours)
 
-    def close(self) -> None:
-        """Fold the step, where that was not done layer by layer."""
+    def close(self) -> dict[int, HardKVError]:
+        """Fold the step, where that was not done layer by layer; gives the rows for which the scorer failed."""
         if self.logits is None or self.scorer is None:
-            return
+            return {}
         fused, pages = self.scorer.fused, self.pool.manager.pages
         if fused is not None:
             self._update_fused(fused, pages)
-            return
+            return {}
         lse = self._lse.flatten(0, 1)
         owner = self._page_owner[:pages]
         ours = owner < lse.shape[0]
@@ -90,15 +92,33 @@ class OnlineStatistic:
         seen = ours[:, None, None] & (total > float("-inf"))
         log_probabilities = torch.where(seen, self.logits[:pages] - total, float("-inf"))
         probabilities = torch.threshold(log_probabilities, _NEGLIGIBLE, float("-inf")).exp_()
-        self._update(self.pool.statistic[:pages], probabilities, ours)
+        return self._update(self.pool.statistic[:pages], probabilities, owner % self._owners, ours)
 
-    def _update(self, statistic: Tensor, probabilities: Tensor, ours: Tensor) -> None:
-        """Let the scorer update the pages `ours [m]` says, and leave the others as they are."""
+    def _update(self, statistic: Tensor, probabilities: Tensor, owner: Tensor, ours: Tensor) -> dict[int, HardKVError]:
+        """Let the scorer update the pages `ours [m]` says, and leave the others as they are.
+
+        If it fails, it is tried again for each row by itself, whose pages `owner [m]` tells.
+        """
         assert self.scorer is not None
-        updated = statistic.clone()
-        with blaming("scorer", self.scorer):
-            self.scorer.update(updated, probabilities)
-        statistic.copy_(torch.where(ours[:, None], updated, statistic))
+        updated, given = statistic.clone(), probabilities.clone()
+        try:
+            with blaming("scorer", self.scorer):
+                self.scorer.update(updated, given)
+            statistic.copy_(torch.where(ours[:, None], updated, statistic))
+            return {}
+        except HardKVError:
+            pass
+        failures: dict[int, HardKVError] = {}
+        for row in range(self._owners // self.pool.heads):
+            mine = ours & (owner // self.pool.heads == row)
+            updated = statistic[mine]
+            try:
+                with blaming("scorer", self.scorer):
+                    self.scorer.update(updated, probabilities[mine])
+                statistic[mine] = updated
+            except HardKVError as error:
+                failures[row] = error
+        return failures
 
     def _update_fused(self, fused: FusedUpdate, pages: int) -> None:
         score_update(

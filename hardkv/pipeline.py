@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.errors import HardKVError, PluginError
-from hardkv.interfaces import CacheTier, Component
-from hardkv.types import Claims, CostModel, Layout, Limits, ScoreView, Selection, TokenBatch
+from hardkv.interfaces import CacheTier, Component, EntryScorer
+from hardkv.types import Claims, CostModel, EnteringTokens, Layout, Limits, ScoreView, Selection, TokenBatch
 
 
 def claim(
@@ -59,6 +59,37 @@ def check_finite(scorer: Component, broken: Sequence[int], layers: Sequence[int]
             )
 
 
+def enter(scorer: EntryScorer, tokens: EnteringTokens) -> Tensor:
+    """Score tokens as they enter the cache, `[R, H, N]` float32.
+
+    Raises:
+        PluginError: the scorer raised, or gave a wrong shape.
+    """
+    with blaming("scorer", scorer):
+        scores = scorer.enter(tokens)
+    _check_shape("scorer", scorer, "scores on entry [R, H, N]", scores, tokens.keys.shape[:3])
+    return scores.float()
+
+
+def by_row(
+    score: Callable[[EnteringTokens], Tensor], tokens: EnteringTokens
+) -> tuple[Tensor | None, dict[int, HardKVError]]:
+    """Scores `[R, H, N]` of a step's rows; where that fails, row by row, with zeros for those that `failures` names."""
+    try:
+        return score(tokens), {}
+    except HardKVError as error:
+        if len(tokens.keys) == 1:
+            return None, {0: error}
+    failures: dict[int, HardKVError] = {}
+    scores = torch.zeros(tokens.keys.shape[:3], device=tokens.keys.device)
+    for row in range(len(scores)):
+        try:
+            scores[row] = score(tokens.row(row))[0]
+        except HardKVError as error:
+            failures[row] = error
+    return scores, failures
+
+
 def select(parts: Components, claims: Claims, limits: Limits) -> Tensor:
     """Choose the slots to keep, `[L, H, N]` bool, for the layers scored so far."""
     pooled, counts = count(parts, claims, limits)
@@ -87,10 +118,15 @@ def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, lim
     return layout
 
 
-def let_go(condenser: CacheTier, layer: int, tokens: TokenBatch) -> None:
-    """Offer tokens that are dropped to the last tier."""
+def let_go(condenser: CacheTier, layer: int, tokens: TokenBatch) -> Tensor | None:
+    """Offer tokens that are dropped to the last tier; gives new values `[H, N, D]` for those that stay, if it folds."""
     with blaming("condenser", condenser):
-        condenser.admit(layer, tokens)
+        if condenser.holds_tokens:
+            condenser.admit(layer, tokens)
+        folded = condenser.fold(layer, tokens) if condenser.folds else None
+    if folded is not None:
+        _check_shape("condenser", condenser, "values [H, N, D]", folded, tokens.values.shape)
+    return folded
 
 
 def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:

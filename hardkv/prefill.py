@@ -6,15 +6,15 @@ At any moment the uncompressed K and V of one layer are held, and of the layers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hardkv.config import Components
-from hardkv.interfaces import OnlineScorer
-from hardkv.pipeline import blaming, check_finite, claim, count, keep_best, select
-from hardkv.types import AttentionCall, Claims, Limits, ScoreView, TokenBatch
+from hardkv.interfaces import EntryScorer, OnlineScorer
+from hardkv.pipeline import blaming, check_finite, claim, count, enter, keep_best, select
+from hardkv.types import AttentionCall, Claims, EnteringTokens, Limits, ModelGeometry, ScoreView, TokenBatch
 from hardkv_kernels import causal_attention, window_scores
 
 
@@ -27,6 +27,7 @@ class _Staged:
     values: Tensor  # [sum of mask, D]
     scaling: float
     query: Tensor  # [H, D], the newest, mean over the group
+    scores: Tensor | None  # [H, N] float32, given on entry
 
     @property
     def nbytes(self) -> int:
@@ -37,13 +38,28 @@ class _Staged:
         within = keep[self.mask]
         self.mask, self.keys, self.values = keep & self.mask, self.keys[within], self.values[within]
 
-    def without(self, keep: Tensor) -> TokenBatch:
-        """The held tokens that are not in `keep`."""
+    def spread(self) -> TokenBatch:
+        """The held tokens, at their places in the prompt."""
         heads, tokens = self.mask.shape
         spread = self.keys.new_zeros(2, heads, tokens, self.keys.shape[-1])
         spread[0][self.mask], spread[1][self.mask] = self.keys, self.values
-        positions = torch.arange(tokens, device=keep.device).expand(heads, tokens)
-        return TokenBatch(spread[0], spread[1], positions, self.mask & ~keep, self.scaling, self.query)
+        positions = torch.arange(tokens, device=self.mask.device).expand(heads, tokens)
+        return TokenBatch(spread[0], spread[1], positions, self.mask, self.scaling, self.query, scores=self.scores)
+
+
+@dataclass(frozen=True)
+class PromptLayer:
+    """One layer of a prompt, once all of it has been seen."""
+
+    keys: Tensor  # [H, N, D]
+    values: Tensor  # [H, N, D]
+    queries: Tensor  # [H, G, at least W, D], the newest
+    hidden: Tensor | None  # [1, at least W, M], the newest
+    rows: int  # W
+
+    def window(self) -> tuple[Tensor, Tensor | None]:
+        """The last W queries `[H, G, W, D]` and hidden states `[1, W, M]`."""
+        return self.queries[:, :, -self.rows :], None if self.hidden is None else self.hidden[:, -self.rows :]
 
 
 class Prefill:
@@ -59,11 +75,13 @@ class Prefill:
         limits: Limits,
         tokens: int,
         rows: int,
-        place: Callable[[int, Tensor, Tensor, Tensor], None],
-        drop: Callable[[int, TokenBatch], None] | None,
+        place: Callable[[int, TokenBatch], None],
+        drop: Callable[[int, TokenBatch], Tensor | None] | None,
         calibration: list[dict[str, Tensor]],
         report_bytes: Callable[[int], int],
+        geometry: ModelGeometry,
     ) -> None:
+        self.geometry = geometry
         self.parts, self.limits, self.tokens, self.rows = parts, limits, tokens, min(rows, tokens)
         self.place, self.drop, self.calibration, self.report_bytes = place, drop, calibration, report_bytes
         self.selects = parts is not None and tokens > limits.lower
@@ -73,6 +91,7 @@ class Prefill:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._queries: list[Tensor] = []
+        self._hidden: list[Tensor] = []
         self._filled = 0
 
     def attend(self, call: AttentionCall, window: int | None) -> tuple[Tensor, bool]:
@@ -91,7 +110,7 @@ class Prefill:
             self._values[:, self._filled : self._filled + fresh] = call.values[0]
         assert self._values is not None
         self._filled += fresh
-        self._queries.append(query[:, :, -self.rows :])
+        self._remember(query, call)
         out = causal_attention(
             query,
             self._keys[:, : self._filled],
@@ -103,30 +122,33 @@ class Prefill:
         )
         return out, self._filled == self.tokens
 
-    def take_layer(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Hand over the complete layer's `keys, values [H, N, D]` and last `queries [H, G, W, D]`."""
+    def take_layer(self) -> PromptLayer:
+        """Hand over the complete layer."""
         assert self._keys is not None
         assert self._values is not None
-        queries = torch.cat(self._queries, 2)[:, :, -self.rows :]
-        layer = (self._keys, self._values, queries)
-        self._keys, self._values, self._queries, self._filled = None, None, [], 0
+        queries = torch.cat(self._queries, 2)
+        hidden = torch.cat(self._hidden, 1) if self._hidden else None
+        layer = PromptLayer(self._keys, self._values, queries, hidden, self.rows)
+        self._keys, self._values, self._queries, self._hidden, self._filled = None, None, [], [], 0
         return layer
 
-    def finish_layer(self, index: int, keys: Tensor, values: Tensor, queries: Tensor, call: AttentionCall) -> None:
+    def finish_layer(self, index: int, layer: PromptLayer, call: AttentionCall) -> None:
         """Select among a full-attention layer's tokens and place or stage what is kept; `index` counts such layers."""
+        keys, values = layer.keys, layer.values
         heads, tokens, _ = keys.shape
         self.report_bytes(self._staged_bytes() + keys.nbytes + values.nbytes)
         everything = torch.ones(heads, tokens, dtype=torch.bool, device=keys.device)
+        scores = self._scores_on_entry(layer, call)
+        query = layer.queries[:, :, -1].mean(1)
+        staged = _Staged(everything, keys.flatten(0, 1), values.flatten(0, 1), call.scaling, query, scores)
         if not self.selects:
-            self.place(index, everything, keys.flatten(0, 1), values.flatten(0, 1))
+            self.place(index, staged.spread())
             return
         assert self.parts is not None
-        claims = self._claim(index, keys, values, queries, call)
-        query = queries[:, :, -1].mean(1)
-        staged = _Staged(everything, keys.flatten(0, 1), values.flatten(0, 1), call.scaling, query)
+        claims = self._claim(index, layer, call, scores)
         if self.parts.budget.scope == "layer" and self.parts.regularizer.mode != "union":
             self._shrink(index, staged, select(self.parts, claims, self.limits)[0])
-            self.place(index, staged.mask, staged.keys, staged.values)
+            self.place(index, staged.spread())
             return
         self.claims.append(claims)
         self.staged.append(staged)
@@ -142,25 +164,51 @@ class Prefill:
         for index, keep in enumerate(final):
             staged = self.staged[index]
             self._shrink(index, staged, keep)
-            self.place(index, staged.mask, staged.keys, staged.values)
+            self.place(index, staged.spread())
             staged.shrink(torch.zeros_like(keep))
         self.claims, self.staged = [], []
 
-    def _claim(self, index: int, keys: Tensor, values: Tensor, queries: Tensor, call: AttentionCall) -> Claims:
+    def _remember(self, query: Tensor, call: AttentionCall) -> None:
+        """Hold what of a chunk's queries `[H, G, S, D]` and hidden states is read once the layer is complete."""
+        scorer = None if self.parts is None else self.parts.scorer
+        rows = self.tokens if scorer is not None and scorer.scores_on_entry else self.rows
+        self._queries.append(query[:, :, -rows:])
+        if call.hidden_states is not None:
+            self._hidden.append(call.hidden_states[:, -rows:])
+
+    def _scores_on_entry(self, layer: PromptLayer, call: AttentionCall) -> Tensor | None:
+        """What a scorer that scores on entry gives every token of the prompt, `[H, N]`."""
+        if self.parts is None or not isinstance(self.parts.scorer, EntryScorer):
+            return None
+        entering = EnteringTokens(
+            layer=call.layer,
+            keys=layer.keys[None],
+            values=layer.values[None],
+            queries=layer.queries[None],
+            positions=torch.arange(self.tokens, device=layer.keys.device)[None],
+            hidden_states=layer.hidden,
+        )
+        return enter(self.parts.scorer, entering)[0]
+
+    def _claim(self, index: int, layer: PromptLayer, call: AttentionCall, scores: Tensor | None) -> Claims:
         assert self.parts is not None
-        heads, tokens, _ = keys.shape
-        positions = torch.arange(tokens, device=keys.device)
+        heads, tokens, _ = layer.keys.shape
+        queries, hidden = layer.window()
+        positions = torch.arange(tokens, device=queries.device)
         view = ScoreView(
-            keys=keys[None],
-            values=values[None],
+            keys=layer.keys[None],
+            values=layer.values[None],
             positions=positions.expand(1, heads, tokens),
-            valid=torch.ones(1, heads, tokens, dtype=torch.bool, device=keys.device),
+            valid=torch.ones(1, heads, tokens, dtype=torch.bool, device=queries.device),
             scaling=call.scaling,
             layers=(call.layer,),
             softcap=call.softcap,
             queries=queries[None],
             query_positions=positions[None, tokens - queries.shape[2] :],
+            statistic=None if scores is None else scores[None],
             sink_logits=call.settings.sinks(heads),
+            hidden_states=hidden,
+            **self.geometry.facts((call.layer,)),
         )
         if self.parts.scorer.online:
             assert isinstance(self.parts.scorer, OnlineScorer)
@@ -185,7 +233,11 @@ class Prefill:
 
     def _shrink(self, index: int, staged: _Staged, keep: Tensor) -> None:
         if self.drop is not None:
-            self.drop(index, staged.without(keep))
+            tokens = staged.spread()
+            dropped, survivors = staged.mask & ~keep, staged.mask & keep
+            folded = self.drop(index, replace(tokens, mask=dropped, survivors=survivors))
+            if folded is not None:
+                staged.values = torch.where(survivors[..., None], folded, tokens.values)[staged.mask]
         staged.shrink(keep)
 
     def _staged_bytes(self) -> int:

@@ -34,10 +34,10 @@ class HardKVRuntime:
         self.config = config
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
-        self._decoder = Decoder(loaded.model)
         self.geometry = read_geometry(loaded.model)
         self.costs = measure_costs(self.geometry.device, self.geometry.dtype)
         self._cache = CascadeCache(self.geometry, config.cache, components if config.compression else None, self.costs)
+        self._decoder = Decoder(loaded.model, self._cache.telling)
         embeddings: Any = self.model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
         self._loop = DecodeLoop(self._decoder, self._cache, self._vocabulary, Graphs(self.geometry.device))

@@ -108,8 +108,13 @@ class Scheduler:
             self.waiting.clear()
 
     def _admit(self, request: Request) -> Iterator[Event]:
-        with torch.inference_mode():
-            cascade = self.cache.open(request.max_tokens)
+        try:
+            with torch.inference_mode():
+                cascade = self.cache.open(request.max_tokens)
+        except HardKVError as error:
+            logger.warning("prompt %d failed: %s", request.index, error)
+            yield Event(request, None, "error", self._nothing(len(request.prompt_ids)), error)
+            return
         try:
             with self.cache.watch.phase("prefill"):
                 logits = self._prefill(request, cascade)
@@ -151,8 +156,13 @@ class Scheduler:
             with self.cache.watch.phase("decode"):
                 tokens = arriving.wait().tolist()
             self.step_seconds.append(time.perf_counter() - started)
+            failures = dict(self.cache.step.failures)
             for row, running in enumerate(batch):
-                yield from self._take(running, tokens[row], logits[row])
+                error = failures.get(running.cascade.lane)
+                if error is not None:
+                    yield from self._drop(running.cascade, error)
+                else:
+                    yield from self._take(running, tokens[row], logits[row])
         for cascade, error in ended:
             if error is not None:
                 yield from self._drop(cascade, error)
@@ -205,6 +215,12 @@ class Scheduler:
         stats = self._stats(cascade, len(request.prompt_ids))
         self.cache.close(cascade)
         return Event(request, None, "error", stats, error)
+
+    def _nothing(self, prompt_tokens: int) -> SequenceStats:
+        """The statistics of a sequence that was never opened."""
+        geometry = self.cache.geometry
+        kept = [[0] * geometry.heads for _ in geometry.windows]
+        return SequenceStats(prompt_tokens, 0, kept, 0, [])
 
     def _stats(self, cascade: Cascade, prompt_tokens: int) -> SequenceStats:
         geometry = self.cache.geometry

@@ -5,9 +5,10 @@ Axes: L layers, B sequences, H KV heads, G query heads per KV head, W query rows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,14 @@ class EnteringTokens:
     queries: Tensor  # [R, H, G, N, D], post-RoPE
     positions: Tensor  # [R, N] int64
     hidden_states: Tensor | None = None  # [R, N, M], the attention layer's inputs
+
+    def row(self, row: int) -> EnteringTokens:
+        """The tokens of one row, R = 1."""
+        one = slice(row, row + 1)
+        hidden = None if self.hidden_states is None else self.hidden_states[one]
+        return EnteringTokens(
+            self.layer, self.keys[one], self.values[one], self.queries[one], self.positions[one], hidden
+        )
 
 
 @dataclass(frozen=True)
@@ -225,6 +234,15 @@ class TokenBatch:
     scaling: float = 1.0  # logits = q.k * scaling
     query: Tensor | None = None  # [H, D], the newest query, mean over the group; for merging
     survivors: Tensor | None = None  # [H, N] bool, tokens of this batch that stay where they are
+    scores: Tensor | None = None  # [H, N] float32, given on entry
+
+
+class LayerFacts(TypedDict):
+    """The fields of a `ScoreView` that stay the same from pass to pass."""
+
+    output_weights: tuple[Tensor, ...]
+    frequencies: Tensor | None
+    modules: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True)
@@ -242,6 +260,17 @@ class ModelGeometry:
     modules: tuple[nn.Module, ...] = ()  # the attention module of each layer
     output_weights: tuple[Tensor | None, ...] = ()  # [M, H*G*D] of each layer; None where there is no plain projection
     frequencies: tuple[Tensor | None, ...] = ()  # [F] float32 of each layer, as in ScoreView; None where not known
+
+    def facts(self, layers: Sequence[int]) -> LayerFacts:
+        """What a `ScoreView` says of some layers, by the names it has there."""
+        weights = [self.output_weights[layer] for layer in layers if self.output_weights]
+        turns = [self.frequencies[layer] for layer in layers if self.frequencies]
+        known = [turn for turn in turns if turn is not None]
+        return {
+            "output_weights": tuple(weight for weight in weights if weight is not None),
+            "frequencies": torch.stack(known) if known and len(known) == len(layers) else None,
+            "modules": tuple(self.modules[layer] for layer in layers if self.modules),
+        }
 
     @property
     def full_layers(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from hardkv.config.settings import CacheSettings, ComponentSpec, HardKVConfig
 from hardkv.errors import ConfigError
 from hardkv.interfaces import Budget, CacheTier, Calibrator, ImportanceScorer, Regularizer
 from hardkv.registry import Registry
-from hardkv.types import Limits
+from hardkv.types import Limits, ModelGeometry
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,17 @@ class Components:
     def needs_queries(self) -> bool:
         """Whether a ring of the last `cache.query_rows` queries must be kept while decoding."""
         reference = self.calibrates and self.calibrator.needs_reference
-        return self.scorer.needs_queries or reference or self.condenser.needs_queries
+        asked = self.scorer.needs_queries or self.scorer.needs_hidden_states or self.condenser.needs_queries
+        return asked or reference
+
+    def check_model(self, geometry: ModelGeometry) -> None:
+        """Let every component refuse the model.
+
+        Raises:
+            ConfigError, UnsupportedModelError, PluginError: naming the component.
+        """
+        for component in (self.scorer, self.calibrator, self.budget, self.regularizer, self.condenser):
+            component.check_model(geometry)
 
 
 def resolve(config: HardKVConfig, registry: Registry) -> Components:

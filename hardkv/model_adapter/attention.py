@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from hardkv.types import AttentionCall
 
 NAME = "hardkv"
 SERVER_ARGUMENT = "hardkv_server"
+_HIDDEN_ARGUMENT = "hardkv_hidden_states"
 
 
 class AttentionServer(Protocol):
@@ -44,14 +45,17 @@ def _attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=arguments.get("softcap"),
         sink_logits=arguments.get("s_aux"),
+        module=module,
+        hidden_states=arguments.get(_HIDDEN_ARGUMENT),
     )
     return server.attend(call, arguments.get("sliding_window")), None
 
 
 @contextmanager
-def serving(model: PreTrainedModel) -> Iterator[None]:
+def serving(model: PreTrainedModel, telling: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Within the block the model calls its attention through hardkv; afterwards it is as it was.
 
+    `telling`: attention modules whose calls carry their input, `hidden_states`, as well.
     No mask function is registered for the name, so models build no mask: positions and padding are the server's.
     """
     AttentionInterface.register(NAME, _attention)
@@ -59,6 +63,18 @@ def serving(model: PreTrainedModel) -> Iterator[None]:
     before = config._attn_implementation
     config._attn_implementation = NAME
     try:
-        yield
+        with ExitStack() as hooks:
+            for module in telling:
+                handle = module.register_forward_pre_hook(_tell_hidden_states, with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
     finally:
         config._attn_implementation = before
+
+
+def _tell_hidden_states(
+    module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand a module's input on, through the arguments that reach its attention call."""
+    hidden_states = positional[0] if positional else arguments["hidden_states"]
+    return positional, {**arguments, _HIDDEN_ARGUMENT: hidden_states}

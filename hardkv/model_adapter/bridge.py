@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -58,6 +59,11 @@ class BridgeCache(Cache):
     def seen_tokens(self) -> int:
         """Tokens in each row so far, padding included."""
 
+    @property
+    def telling(self) -> Sequence[nn.Module]:
+        """Attention modules whose calls carry their input as well."""
+        return ()
+
     @abstractmethod
     def begin_forward(self, token_ids: Tensor, attention_mask: Tensor | None) -> AttentionServer:
         """Prepare for one forward pass of the model over `token_ids [B, S]`."""
@@ -90,7 +96,7 @@ def bridge(model: PreTrainedModel) -> None:
             token_ids = positional[0]
         mask = arguments.get("attention_mask")
         server = cache.begin_forward(token_ids, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
-        block = serving(model)
+        block = serving(model, cache.telling)
         block.__enter__()
         blocks.append((block, cache))
         return positional, {**arguments, SERVER_ARGUMENT: server}

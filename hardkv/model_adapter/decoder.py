@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,13 @@ from hardkv.model_adapter.attention import SERVER_ARGUMENT, AttentionServer, ser
 
 
 class Decoder:
-    """A model's forward pass with an attention server in place of its cache."""
+    """A model's forward pass with an attention server in place of its cache.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    `telling`: attention modules whose calls carry their input as well.
+    """
+
+    def __init__(self, model: PreTrainedModel, telling: Sequence[nn.Module] = ()) -> None:
+        self.model, self.telling = model, telling
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +44,7 @@ class Decoder:
         return self._forward(token_ids[:, None], positions[:, None], server)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, server: AttentionServer) -> Tensor:
-        with serving(self.model), torch.inference_mode():
+        with serving(self.model, self.telling), torch.inference_mode():
             output = self.model(
                 input_ids=token_ids,
                 position_ids=positions,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hardkv.errors import UnsupportedModelError
 from hardkv.model_adapter.attention import SERVER_ARGUMENT, serving
+from hardkv.model_adapter.rotary import PROBED_POSITIONS, read_frequencies
 from hardkv.types import AttentionCall, ModelGeometry
 
 _MOST_CUDA_GROUP = 16
@@ -35,10 +38,13 @@ def read_geometry(model: PreTrainedModel) -> ModelGeometry:
     kind = str(getattr(config, "model_type", type(model).__name__))
     _refuse_by_config(kind, config, model)
     watcher = _Watcher()
-    probe = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])
+    probe = torch.full((1, 2), vocabulary // 2, dtype=torch.long, device=model.device)
+    positions = torch.tensor([PROBED_POSITIONS], device=model.device)
     try:
         with serving(model), torch.no_grad():
-            model(input_ids=probe, position_ids=probe, use_cache=False, **{SERVER_ARGUMENT: watcher})
+            model(input_ids=probe, position_ids=positions, use_cache=False, **{SERVER_ARGUMENT: watcher})
     except (TypeError, KeyError, AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise UnsupportedModelError(
             f"model type '{kind}' cannot be served: a forward pass through the standard attention call failed "
@@ -93,6 +99,7 @@ def _geometry_from_calls(
             "to compress"
         )
     call = calls[0][0]
+    modules = tuple(call.module for call, _ in calls if call.module is not None)
     if call.keys.device.type == "cuda" and query_heads // heads > _MOST_CUDA_GROUP:
         raise UnsupportedModelError(
             f"model type '{kind}' cannot be served on CUDA: {query_heads // heads} query heads per KV head, the "
@@ -106,4 +113,17 @@ def _geometry_from_calls(
         dtype=call.keys.dtype,
         device=call.keys.device,
         max_positions=positions,
+        hidden_size=int(getattr(config, "hidden_size", 0)),
+        modules=modules,
+        output_weights=tuple(_output_weight(module, query_heads * head_dim) for module in modules),
+        frequencies=tuple(read_frequencies(model, call.query[0]) for call, _ in calls),
     )
+
+
+def _output_weight(module: nn.Module, columns: int) -> Tensor | None:
+    """The weight `[M, columns]` of an attention module's output projection; None where it is no plain one."""
+    projection = getattr(module, "o_proj", None)
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[1] != columns:
+        return None
+    return weight.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from hardkv.tiers.sparse import SparseTier
 from hardkv.tiers.store import PagedStore
 from hardkv.types import Layout, TierShape, TokenBatch
 from hardkv_kernels import rewrite
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,17 @@ class Cascade:
         moves: Moves,
         lengths: Pages,
         reserve: Pages,
-        drop: Callable[[int, TokenBatch], None] | None,
+        drop: Callable[[int, TokenBatch], Tensor | None] | None,
     ) -> None:
         """Carry out the moves: age tokens out of the dense tier, compact or mask every head, free what is left over.
 
         `lengths, reserve [L, H]`: those of the moves, on the host. `drop(layer, tokens)` is told of the tokens that are
-        let go. Heads that shrink go first, so that the pages they give back are there for those that grow.
+        let go, and may give new values `[H, N, D]` for those that stay. Heads that shrink go first, so that the pages
+        they give back are there for those that grow.
         """
         if drop is not None:
-            self._drop(resident, resident.valid & ~moves.stays, drop)
+            self._drop(resident, moves.stays, drop)
+        scores = self._scores_of(resident)
         before, newest = self.sparse.lengths.copy(), self.dense.length
         window = min(newest, self.local_window)
         self.sparse.clear_bias()
@@ -137,7 +142,10 @@ class Cascade:
         if grows.any():  # pages may have moved: slot ids are asked for again
             self._move(self._slots(before, newest), moves, lengths, window, grows)
         self.dense.lengths[:] = window
-        self._reset_statistic()
+        if scores is None:
+            self._reset_statistic()
+        else:
+            self._carry_scores(scores, moves.stays, lengths, window)
 
     def record_compression(self, mean_tokens: float) -> None:
         """Note the mean budget that a compression left."""
@@ -148,11 +156,15 @@ class Cascade:
         """Free everything this sequence holds."""
         self.dense.reset()
         self.sparse.reset()
-        self.last.reset()
-        if self.store is not None:
-            self.store.reset()
         for state in self.calibration:
             state.clear()
+        try:
+            self.last.reset()
+        except Exception:
+            # A plugin's: the sequence is over, and its pages must be freed all the same.
+            logger.exception("condenser '%s' failed to reset", self.last.name)
+        if self.store is not None:
+            self.store.reset()
 
     def _shape(self, slots: int) -> TierShape:
         pool = self.pool
@@ -200,10 +212,31 @@ class Cascade:
             pages = np.concatenate([table.pages[table.pages >= 0] for table in (self.sparse.table, self.dense.table)])
             self.pool.statistic.index_fill_(0, upload(pages, self.pool.bias.device), 0.0)
 
-    def _drop(self, resident: Resident, dropped: Tensor, drop: Callable[[int, TokenBatch], None]) -> None:
+    def _scores_of(self, resident: Resident) -> Tensor | None:
+        """What each resident token scored when it entered, `[L, H, N]`; None where scores belong to the round."""
+        return self.pool.statistic.view(-1)[resident.slots] if self.pool.statistic_stays else None
+
+    def _carry_scores(self, scores: Tensor, stays: Tensor, lengths: Pages, window: int) -> None:
+        """Write the scores of the tokens that stay at the slots they have come to."""
+        target = self._slots(lengths, window)
+        rank = (torch.cumsum(stays, -1) - 1).clamp_min(0)
+        nobody = self.pool.nobody_page * self.pool.page_slots
+        place = torch.where(stays, target.gather(-1, rank), nobody)
+        self.pool.statistic.view(-1).index_copy_(0, place.flatten(), scores.flatten())
+
+    def _drop(self, resident: Resident, stays: Tensor, drop: Callable[[int, TokenBatch], Tensor | None]) -> None:
         for layer in range(self.pool.layers):
             keys, values = self.gather(resident, slice(layer, layer + 1))
-            drop(
-                layer,
-                TokenBatch(keys=keys[0], values=values[0], positions=resident.positions[layer], mask=dropped[layer]),
+            tokens = TokenBatch(
+                keys=keys[0],
+                values=values[0],
+                positions=resident.positions[layer],
+                mask=resident.valid[layer] & ~stays[layer],
+                survivors=stays[layer],
             )
+            folded = drop(layer, tokens)
+            if folded is not None:
+                nobody = self.pool.nobody_page * self.pool.page_slots
+                place = torch.where(stays[layer], resident.slots[layer], nobody).flatten()
+                new = folded.to(self.pool.values.dtype).reshape(-1, self.pool.head_dim)
+                self.pool.values.view(-1, self.pool.head_dim).index_copy_(0, place, new)

@@ -85,6 +85,8 @@ class PagedTier(CacheTier):
         self.pool.values.view(-1, head_dim)[target] = tokens.values[mask]
         self.pool.positions.view(-1)[target] = tokens.positions[mask].to(torch.int32)
         self.pool.bias.view(-1)[target] = 0.0
+        if tokens.scores is not None:
+            self.pool.statistic.view(-1)[target] = tokens.scores[mask]
         self.lengths[layer] = start + mask.sum(-1).cpu().numpy()
 
     def clear_bias(self) -> None:
