@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import psutil
 import torch
 
 from hardkv.config import CacheSettings, Components, limits_at
+from hardkv.errors import CapacityError
 from hardkv.memory import PagePool
+from hardkv.sharing import fair_level
 from hardkv.types import Limits, ModelGeometry
 
 NO_CAP = 1 << 40
@@ -28,6 +32,8 @@ class Admission:
         self.geometry, self.settings, self.parts = geometry, settings, parts
         self.layers = len(geometry.full_layers)
         self.page_slots = settings.page_slots
+        self.share_tokens: int | None = None
+        """What `share_out` found: mean tokens per head that each sequence may keep of the bytes that all share."""
 
     @property
     def page_bytes(self) -> int:
@@ -40,6 +46,11 @@ class Admission:
     def online(self) -> bool:
         """Whether an online scorer rides along."""
         return self.parts is not None and self.parts.scorer.online
+
+    @property
+    def shared_bytes(self) -> int | None:
+        """Bytes that all sequences share, where the budget says so."""
+        return None if self.parts is None else self.parts.budget.shared_bytes
 
     @property
     def numbers_tokens(self) -> bool:
@@ -57,16 +68,55 @@ class Admission:
         if self.parts is None:
             settings = self.settings
             return Limits(settings.sinks, settings.local_window, NO_CAP, NO_CAP, seen_tokens, self.layers)
-        return limits_at(self.settings, self.parts.budget, seen_tokens, self.layers)
+        return limits_at(self.settings, self.parts.budget, seen_tokens, self.layers, self.share_tokens)
 
     def sparse_tokens(self, total_tokens: int) -> int:
         """Largest mean over heads of slots in the sparse tier, for a sequence that grows to `total_tokens`."""
         if self.parts is None:
             return total_tokens
         limits = self.limits(total_tokens)
-        target = self.parts.budget.target_tokens(total_tokens)
+        target = self.share_tokens
+        if target is None:
+            target = self.parts.budget.target_tokens(total_tokens)
         most = limits.upper if target is None or self.parts.regularizer.pads_heads else max(limits.lower, target)
         return min(most + self.settings.interval, total_tokens)
+
+    def share_out(self, needs: Sequence[int], total_bytes: int) -> int:
+        """Share bytes over sequences that will see `needs` tokens, the first of them at once; gives how many that are.
+
+        Their pages and lanes are counted, and nobody's page; tables are not.
+
+        Raises:
+            CapacityError: not even one fits.
+        """
+        assert self.parts is not None
+        least = self.parts.budget.least_tokens
+        needs = sorted(needs, reverse=True)
+        for lanes in range(len(needs), 0, -1):
+            room = total_bytes - lanes * self.lane_bytes() - self.page_bytes
+            level = fair_level(needs[:lanes], self._bytes_at, room, least)
+            if level is not None:
+                self.share_tokens = level
+                return lanes
+        need = self._bytes_at(needs[0], least) + self.lane_bytes() + self.page_bytes
+        raise CapacityError(
+            f"budget '{self.parts.budget.name}' shares {total_bytes:,} bytes; a sequence of {needs[0]} tokens needs at "
+            f"least {need:,} with {least} tokens per head. Raise budget.total or lower budget.least_tokens"
+        )
+
+    def raise_share(self, needs: Sequence[int], pages: int) -> None:
+        """Share `pages` over the sequences that are left, which will see `needs` tokens; a share never falls."""
+        if self.share_tokens is None or not needs:
+            return
+        level = fair_level(needs, self._bytes_at, pages * self.page_bytes, self.share_tokens)
+        self.share_tokens = self.share_tokens if level is None else level
+
+    def _bytes_at(self, total_tokens: int, level: int) -> int:
+        """Bytes of the pages of a sequence of `total_tokens` whose share is `level` tokens."""
+        before, self.share_tokens = self.share_tokens, level
+        pages = self.sequence_pages(total_tokens)
+        self.share_tokens = before
+        return pages * self.page_bytes
 
     def sequence_pages(self, total_tokens: int) -> int:
         """Pages that a sequence of `total_tokens` (prompt and generation) may hold at once."""

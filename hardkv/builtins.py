@@ -13,6 +13,9 @@ def hardkv_components() -> list[type[Component]]:
     from hardkv.calibration.softmax import Softmax
     from hardkv.calibration.temperature import Temperature
     from hardkv.policies.budgets.ada import Ada
+    from hardkv.policies.budgets.bytes import Bytes
+    from hardkv.policies.budgets.pyramid import Pyramid
+    from hardkv.policies.budgets.static_heads import StaticHeads
     from hardkv.policies.budgets.threshold import Threshold
     from hardkv.policies.budgets.top_k import TopK
     from hardkv.policies.budgets.top_p import TopP
@@ -20,6 +23,7 @@ def hardkv_components() -> list[type[Component]]:
     from hardkv.policies.scorers.attention_power import AttentionPower
     from hardkv.policies.scorers.h2o import H2O
     from hardkv.policies.scorers.key_norm import KeyNorm
+    from hardkv.policies.scorers.kvzap import KVzap
     from hardkv.policies.scorers.random import Random
     from hardkv.policies.scorers.rkv import RKV
     from hardkv.policies.scorers.snapkv import SnapKV
@@ -33,14 +37,15 @@ def hardkv_components() -> list[type[Component]]:
     from hardkv.regularize.sparse_load import SparseLoad
     from hardkv.tiers.evict import Evict
     from hardkv.tiers.merge import Merge
+    from hardkv.tiers.nearest_merge import NearestMerge
 
     scorers: list[type[Component]] = [
-        AttentionPower, Attention, WindowMax, SnapKV, RKV, H2O, Tova, Streaming, KeyNorm, Random,
+        AttentionPower, Attention, WindowMax, SnapKV, RKV, H2O, Tova, Streaming, KeyNorm, Random, KVzap,
     ]  # fmt: skip
     return [
         *scorers,
         Exact, Temperature, Softmax,
-        Threshold, TopP, TopK, Ada,
+        Threshold, TopP, TopK, Ada, Pyramid, StaticHeads, Bytes,
         Auto, SparseLoad, Rewrite, FlattenMax, FlattenSum,
-        Evict, Merge,
+        Evict, Merge, NearestMerge,
     ]  # fmt: skip

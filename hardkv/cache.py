@@ -59,6 +59,7 @@ class CascadeCache:
         self._sizes = (-1, -1, -1)
         self._free_lanes: list[int] = []
         self._reserved_pages: dict[int, int] = {}
+        self._needs: dict[int, int] = {}
         self._layers: dict[int, AttentionSettings] = {}
         self._prefills: dict[int, Prefill] = {}
 
@@ -185,7 +186,7 @@ class CascadeCache:
         lane = self._free_lanes.pop(0)
         settings = self.settings
         cascade = Cascade(self.pool, lane, settings.sinks, settings.local_window, settings.interval, last)
-        self.cascades[lane], self._reserved_pages[lane] = cascade, pages
+        self.cascades[lane], self._reserved_pages[lane], self._needs[lane] = cascade, pages, total_tokens
         try:
             with blaming("condenser", last):
                 cascade.allocate(settings.condensed_slots)
@@ -193,6 +194,12 @@ class CascadeCache:
             self.close(cascade)
             raise
         return cascade
+
+    def raise_share(self) -> None:
+        """Let the open sequences have what those that ended gave back, where bytes are shared; nobody may wait."""
+        self.admission.raise_share(list(self._needs.values()), self.pool.manager.pages)
+        if self.admission.share_tokens is not None:
+            self._reserved_pages = {lane: self.admission.sequence_pages(need) for lane, need in self._needs.items()}
 
     @torch.inference_mode()
     def close(self, cascade: Cascade) -> None:
@@ -204,7 +211,7 @@ class CascadeCache:
         if self.ring is not None:
             self.ring.clear(cascade.lane)
         self._prefills.pop(cascade.lane, None)
-        del self._reserved_pages[cascade.lane]
+        del self._reserved_pages[cascade.lane], self._needs[cascade.lane]
         self._free_lanes = sorted([*self._free_lanes, cascade.lane])
 
     def begin_prefill(self, cascade: Cascade, tokens: int) -> None:

@@ -139,6 +139,12 @@ class HardKVCache(BridgeCache):
             if tokens in padding:
                 raise InputError(f"row {padding.index(tokens)} of the batch is padding only")
         room = self._max_tokens or tokens + _ROOM_TOKENS
+        shared = self._cache.admission.shared_bytes
+        if shared is not None and self._cache.admission.share_out([room] * batch, shared) < batch:
+            raise CapacityError(
+                f"{batch} rows of {room} tokens do not fit in the {shared:,} bytes of the budget at once; raise "
+                "budget.total or lower budget.least_tokens"
+            )
         pages = batch * self._cache.admission.sequence_pages(room)
         if self._pool_bytes is not None and pages * self._cache.admission.page_bytes > self._pool_bytes:
             raise CapacityError(

@@ -188,6 +188,16 @@ class Budget(Component):
     def target_tokens(self, seen_tokens: int) -> int | None:
         """Mean tokens per head that `counts` aims at, or None when only the scores decide."""
 
+    @property
+    def shared_bytes(self) -> int | None:
+        """Bytes that all sequences share by need, instead of a target for each; `limits.share_tokens` then says it."""
+        return None
+
+    @property
+    def least_tokens(self) -> int:
+        """With `shared_bytes`, mean tokens per head below which no sequence is pressed: others wait instead."""
+        return 1
+
     def most_tokens(self, seen_tokens: int) -> int | None:
         """Most tokens that a single head may keep, where `cache.upper` does not say; None: four times the target."""
         return None

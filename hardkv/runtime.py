@@ -25,6 +25,7 @@ from hardkv.scheduler import Event, Progress, Request, Scheduler
 from hardkv.stopwatch import PHASES
 
 logger = logging.getLogger(__name__)
+_SIZINGS = 6
 
 
 class HardKVRuntime:
@@ -140,7 +141,11 @@ class HardKVRuntime:
     def _run(self, requests: list[Request], progress: Progress | None) -> Iterator[Event]:
         if self._cache.cascades:
             raise HardKVError("the runtime is already generating; finish or close the running stream first")
-        self._prepare(requests)
+        shared = self._cache.admission.shared_bytes
+        if shared is None:
+            self._prepare(requests)
+        else:
+            self._prepare_shared(requests, shared)
         self._loop.prepare()
         scheduler = Scheduler(self._loop, self.config.cache.prefill_chunk_tokens, progress, self._overlaps)
         ended: list[tuple[Request, SequenceStats]] = []
@@ -174,6 +179,9 @@ class HardKVRuntime:
                 )
             total = min(len(ids) + settings.max_new_tokens, room)
             requests.append(Request(index, ids, settings, (seed + index) % 2**63, ends, total))
+        shared = self._cache.admission.shared_bytes
+        if shared is not None:
+            self._share_out(requests, shared)
         self._check_memory(requests)
         return requests, read.single
 
@@ -224,6 +232,32 @@ class HardKVRuntime:
         # Buffers made here may only be written in inference mode; that spares each write the version count of autograd.
         with torch.inference_mode():
             self._cache.prepare(pages, lanes, admission.head_pages(longest))
+
+    def _prepare_shared(self, requests: list[Request], shared_bytes: int) -> None:
+        """Size the pool so that all that is allocated, tables included, is at most `shared_bytes`."""
+        admission, room = self._cache.admission, shared_bytes
+        needs = sorted((request.max_tokens for request in requests), reverse=True)
+        admission.share_out(needs[:1], room)
+        head_pages = admission.head_pages(needs[0])  # a sequence that is left alone may have it all
+        if self._cache.reserved_bytes > shared_bytes:  # kept from an earlier call
+            self._cache.release()
+        for _ in range(_SIZINGS):
+            lanes = self._share_out(requests, room)
+            pages = sum(admission.sequence_pages(need) for need in needs[:lanes])
+            with torch.inference_mode():
+                self._cache.prepare(pages, lanes, head_pages)
+            excess = self._cache.reserved_bytes - shared_bytes
+            if excess <= 0:
+                return
+            self._cache.release()
+            room -= excess
+        raise CapacityError(
+            f"the tables of the cache alone exceed what the budget's {shared_bytes:,} bytes leave; raise budget.total"
+        )
+
+    def _share_out(self, requests: list[Request], room_bytes: int) -> int:
+        needs = sorted((request.max_tokens for request in requests), reverse=True)
+        return self._cache.admission.share_out(needs[: self.config.cache.max_sequences], room_bytes)
 
     def _collect(self, scheduler: Scheduler, ended: list[tuple[Request, SequenceStats]]) -> RuntimeStats:
         kept = torch.tensor([stats.tokens_kept for _, stats in ended], dtype=torch.float64).mean(0)

@@ -207,14 +207,19 @@ class Scheduler:
         if reason is not None:
             stats = self._stats(running.cascade, len(request.prompt_ids))
             self.running.remove(running)
-            self.cache.close(running.cascade)
+            self._close(running.cascade)
             yield Event(request, None, reason, stats)
 
     def _fail(self, request: Request, cascade: Cascade, error: HardKVError) -> Event:
         logger.warning("prompt %d failed: %s", request.index, error)
         stats = self._stats(cascade, len(request.prompt_ids))
-        self.cache.close(cascade)
+        self._close(cascade)
         return Event(request, None, "error", stats, error)
+
+    def _close(self, cascade: Cascade) -> None:
+        self.cache.close(cascade)
+        if not self.waiting:
+            self.cache.raise_share()
 
     def _nothing(self, prompt_tokens: int) -> SequenceStats:
         """The statistics of a sequence that was never opened."""

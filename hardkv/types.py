@@ -153,6 +153,7 @@ class Limits:
     upper: int  # no head keeps more than this many
     seen_tokens: int = 0  # tokens the sequence has seen so far, for budgets given as a share
     total_layers: int = 1  # layers the budget spans, also while only the first few have been scored
+    share_tokens: int | None = None  # mean tokens per head, this sequence's share of a budget's `shared_bytes`
 
 
 @dataclass(frozen=True)

@@ -74,16 +74,21 @@ def resolve(config: HardKVConfig, registry: Registry) -> Components:
     return components
 
 
-def limits_at(cache: CacheSettings, budget: Budget, seen_tokens: int, total_layers: int = 1) -> Limits:
+def limits_at(
+    cache: CacheSettings, budget: Budget, seen_tokens: int, total_layers: int = 1, share_tokens: int | None = None
+) -> Limits:
     """Give the bounds for a sequence that has seen `seen_tokens`, deriving what the configuration leaves null.
 
-    With a target, `lower` is the target and `upper` four times it, room for greedy heads; without one, `lower` is what
-    is protected, and `upper` all that was seen.
+    With a target, `lower` is the target and `upper` four times it, room for greedy heads, or what the budget says;
+    without one, `lower` is what is protected, and `upper` all that was seen. A share of bytes is a target as well.
     """
-    target = budget.target_tokens(seen_tokens)
+    target = budget.target_tokens(seen_tokens) if share_tokens is None else share_tokens
+    most = budget.most_tokens(seen_tokens)
+    if most is None:
+        most = 4 * target if target else seen_tokens
     protected = cache.sinks + cache.local_window
     lower = cache.lower if cache.lower is not None else max(protected, target or 0)
-    upper = cache.upper if cache.upper is not None else max(lower, 4 * target if target else seen_tokens)
+    upper = cache.upper if cache.upper is not None else max(lower, most)
     return Limits(
         sinks=cache.sinks,
         local_window=cache.local_window,
@@ -91,6 +96,7 @@ def limits_at(cache: CacheSettings, budget: Budget, seen_tokens: int, total_laye
         upper=upper,
         seen_tokens=seen_tokens,
         total_layers=total_layers,
+        share_tokens=share_tokens,
     )
 
 
