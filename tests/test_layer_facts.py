@@ -1,0 +1,155 @@
+"""What a method is told of the model: rotary frequencies, output projections, hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from hardkv import HardKVRuntime, ImportanceScorer, ScoreView
+from hardkv.config import load_config
+from hardkv.model_adapter import read_geometry
+from hardkv.model_adapter.rotary import rotated
+from tests.tiny_models import FAMILIES, loaded, tiny_model
+
+CONFIG: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "cache": {"interval": 8, "local_window": 8, "query_rows": 16, "page_slots": 8},
+    "budget": {"name": "top_k", "mean_tokens": 24},
+}
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frequencies_turn_a_query_as_the_model_does(family: str, dtype: torch.dtype) -> None:
+    """Seen in the first layer, where a token's hidden state does not depend on its position."""
+    model: Any = tiny_model(family).to(dtype)  # type: ignore[arg-type]  # its decorator hides the annotation
+    geometry = read_geometry(model)
+    assert all(turn is not None for turn in geometry.frequencies)
+    assert geometry.hidden_size == 64
+    turn = geometry.frequencies[0]
+    assert turn is not None
+    queries = []
+    for position in (3, 40):
+        calls: list[Any] = []
+
+        class Watch:
+            def attend(self, call: Any, sliding_window: int | None, calls: list[Any] = calls) -> Tensor:
+                calls.append(call)
+                return torch.zeros_like(call.query).transpose(1, 2)
+
+        from hardkv.model_adapter.attention import SERVER_ARGUMENT, serving
+
+        with serving(model), torch.no_grad():
+            model(
+                input_ids=torch.tensor([[65]]),
+                position_ids=torch.tensor([[position]]),
+                use_cache=False,
+                **{SERVER_ARGUMENT: Watch()},
+            )
+        queries.append(calls[0].query[0, :, 0].float())
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    size = float(queries[0].norm())
+    assert float((rotated(queries[0], turn * 37) - queries[1]).norm()) < tolerance * size
+    assert float((queries[0] - queries[1]).norm()) > 0.2 * size
+
+
+def test_a_layer_without_rotation_has_frequency_zero() -> None:
+    geometry = read_geometry(tiny_model("smollm3"))
+    last = geometry.frequencies[-1]
+    assert last is not None
+    assert last.tolist() == [0.0] * 8
+    first = geometry.frequencies[0]
+    assert first is not None
+    assert float(first[0]) == 1.0
+
+
+def test_a_rotation_that_no_buffer_explains_is_not_known() -> None:
+    model = tiny_model("llama")
+    attention: Any = model.get_decoder().layers[1].self_attn
+    projection = attention.q_proj
+    position_noise = torch.linspace(-1.0, 1.0, 64)
+    # the query then depends on the place in the sequence in a way that is no rotation
+    projection.register_forward_hook(
+        lambda module, inputs, out: out + position_noise * torch.arange(out.shape[1])[:, None]
+    )
+    frequencies = read_geometry(model).frequencies
+    assert frequencies[1] is None
+    assert frequencies[0] is not None
+
+
+def test_output_weights_are_those_of_the_projection() -> None:
+    model = tiny_model("llama")
+    geometry = read_geometry(model)
+    for layer, weight in enumerate(geometry.output_weights):
+        attention: Any = model.get_decoder().layers[layer].self_attn
+        assert weight is not None
+        assert torch.equal(weight, attention.o_proj.weight)
+        assert geometry.modules[layer] is attention
+
+
+class Peek(ImportanceScorer):
+    """Keeps what it was shown."""
+
+    name: ClassVar[str] = "peek"
+    seen: ClassVar[list[ScoreView]] = []
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        return True
+
+    @property
+    def needs_queries(self) -> bool:
+        return True
+
+    def score(self, view: ScoreView) -> Tensor:
+        self.seen.append(view)
+        return view.positions.float()[:, :, None]
+
+
+@pytest.mark.parametrize("chunk", [16, 2048])
+def test_hidden_states_are_the_inputs_of_the_attention_layer(chunk: int) -> None:
+    """Queries made from them by hand, turned by the frequencies, are the queries that the view holds."""
+    from dataclasses import replace
+
+    model = loaded("llama")
+    ready = load_config({**CONFIG, "cache": {**CONFIG["cache"], "prefill_chunk_tokens": chunk}})
+    Peek.seen.clear()
+    runtime = HardKVRuntime(ready.config, replace(ready.components, scorer=Peek()), model)
+    before = [len(module._forward_pre_hooks) for module in runtime.geometry.modules]
+    runtime.generate([list(range(40, 90)), list(range(30))], max_new_tokens=12, ignore_eos=True)
+    assert [len(module._forward_pre_hooks) for module in runtime.geometry.modules] == before
+    assert len(Peek.seen) >= 8
+    for view in Peek.seen:
+        assert view.hidden_states is not None
+        assert view.query_positions is not None
+        assert view.queries is not None
+        assert view.frequencies is not None
+        (module,) = view.modules
+        with torch.no_grad():
+            projected: Tensor = module.q_proj(view.hidden_states)  # type: ignore[operator]  # a linear layer
+        rows = projected.shape[1]
+        still = projected.view(rows, 2, 2, 16)  # [W, H, G, D]
+        for row in range(rows):
+            position = int(view.query_positions[0, row])
+            if position >= 0:
+                turned = rotated(still[row], view.frequencies[0] * position)
+                torch.testing.assert_close(turned, view.queries[0, :, :, row], rtol=1e-4, atol=1e-4)
+    lengths = {view.keys.shape[2] for view in Peek.seen}
+    assert len(lengths) > 1  # prompt and later passes
+
+
+def test_hidden_states_are_counted_in_the_reserved_bytes() -> None:
+    from dataclasses import replace
+
+    model = loaded("llama")
+    ready = load_config(CONFIG)
+    sizes = []
+    for scorer in (Peek(), ready.components.scorer):
+        runtime = HardKVRuntime(ready.config, replace(ready.components, scorer=scorer), model)
+        runtime.generate(list(range(50)), max_new_tokens=2, ignore_eos=True)
+        sizes.append(runtime._cache.ring.allocated_bytes if runtime._cache.ring is not None else 0)
+    assert sizes[0] - sizes[1] >= 4 * 2 * 16 * 64 * 4  # layers, lanes and nobody, rows, hidden size, float32
