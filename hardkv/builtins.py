@@ -21,14 +21,21 @@ def hardkv_components() -> list[type[Component]]:
     from hardkv.policies.budgets.top_p import TopP
     from hardkv.policies.scorers.attention import Attention
     from hardkv.policies.scorers.attention_power import AttentionPower
+    from hardkv.policies.scorers.expected_attention import ExpectedAttention
     from hardkv.policies.scorers.h2o import H2O
     from hardkv.policies.scorers.key_norm import KeyNorm
+    from hardkv.policies.scorers.keydiff import KeyDiff
     from hardkv.policies.scorers.kvzap import KVzap
+    from hardkv.policies.scorers.lagkv import LagKV
+    from hardkv.policies.scorers.output_drop import OutputDrop
+    from hardkv.policies.scorers.quest import Quest
     from hardkv.policies.scorers.random import Random
     from hardkv.policies.scorers.rkv import RKV
+    from hardkv.policies.scorers.scissorhands import Scissorhands
     from hardkv.policies.scorers.snapkv import SnapKV
     from hardkv.policies.scorers.streaming import Streaming
     from hardkv.policies.scorers.tova import Tova
+    from hardkv.policies.scorers.value_aware import ValueAware
     from hardkv.policies.scorers.window_max import WindowMax
     from hardkv.regularize.auto import Auto
     from hardkv.regularize.flatten_max import FlattenMax
@@ -40,7 +47,8 @@ def hardkv_components() -> list[type[Component]]:
     from hardkv.tiers.nearest_merge import NearestMerge
 
     scorers: list[type[Component]] = [
-        AttentionPower, Attention, WindowMax, SnapKV, RKV, H2O, Tova, Streaming, KeyNorm, Random, KVzap,
+        AttentionPower, Attention, WindowMax, OutputDrop, ExpectedAttention, SnapKV, RKV, ValueAware, H2O, Scissorhands,
+        Tova, Quest, KeyDiff, LagKV, KeyNorm, Streaming, Random, KVzap,
     ]  # fmt: skip
     return [
         *scorers,

@@ -211,8 +211,8 @@ class TestUnknownKeys:
         message = refused({"scorer": {"name": "snapvk"}, "budget": {"name": "topp", "p": 0.9}})
         assert message.startswith("config has 2 faults:\n  unknown scorer 'snapvk'. Did you mean 'snapkv'? Known: ")
         assert (
-            "\n  unknown budget 'topp'. Did you mean 'top_p'? Known: threshold, top_p, top_k, ada [budget.name]"
-            in message
+            "\n  unknown budget 'topp'. Did you mean 'top_p'? Known: threshold, top_p, top_k, ada, "
+            "pyramid, static_heads, bytes [budget.name]" in message
         )
 
 
@@ -479,7 +479,7 @@ class TestForReaders:
         text = default_yaml()
         for section, key in known_keys():
             assert f"\n{'  ' if section else ''}{key}:" in text
-        assert "  # One of: threshold, top_p, top_k, ada\n  name: threshold\n" in text
+        assert "  # One of: threshold, top_p, top_k, ada, pyramid, static_heads, bytes\n  name: threshold\n" in text
         assert "  # decay: 0.98\n" in text
 
     def test_every_option_that_is_shown_is_its_default(self) -> None:
@@ -490,7 +490,7 @@ class TestForReaders:
     def test_the_schema_knows_names_and_options(self) -> None:
         schema = config_schema()
         names = [choice["$ref"].rsplit("/", 1)[1] for choice in schema["properties"]["budget"]["oneOf"]]
-        assert names == ["budget_threshold", "budget_top_p", "budget_top_k", "budget_ada"]
+        assert names[:4] == ["budget_threshold", "budget_top_p", "budget_top_k", "budget_ada"]
         option = schema["$defs"]["budget_threshold"]["properties"]["floor_share"]
         assert (option["minimum"], option["maximum"], option["default"]) == (0.0, 1.0, 0.2)
         assert schema["$defs"]["budget_top_k"]["properties"]["name"] == {"const": "top_k"}

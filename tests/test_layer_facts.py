@@ -11,7 +11,7 @@ from torch import Tensor
 from hardkv import HardKVRuntime, ImportanceScorer, ScoreView
 from hardkv.config import load_config
 from hardkv.model_adapter import read_geometry
-from hardkv.model_adapter.rotary import rotated
+from hardkv.policies.scorers.rotation import rotate_by
 from tests.tiny_models import FAMILIES, loaded, tiny_model
 
 CONFIG: dict[str, Any] = {
@@ -53,7 +53,7 @@ def test_frequencies_turn_a_query_as_the_model_does(family: str, dtype: torch.dt
         queries.append(calls[0].query[0, :, 0].float())
     tolerance = 1e-4 if dtype == torch.float32 else 0.06
     size = float(queries[0].norm())
-    assert float((rotated(queries[0], turn * 37) - queries[1]).norm()) < tolerance * size
+    assert float((rotate_by(queries[0], torch.tensor(37), turn) - queries[1]).norm()) < tolerance * size
     assert float((queries[0] - queries[1]).norm()) > 0.2 * size
 
 
@@ -136,7 +136,7 @@ def test_hidden_states_are_the_inputs_of_the_attention_layer(chunk: int) -> None
         for row in range(rows):
             position = int(view.query_positions[0, row])
             if position >= 0:
-                turned = rotated(still[row], view.frequencies[0] * position)
+                turned = rotate_by(still[row], torch.tensor(position), view.frequencies[0])
                 torch.testing.assert_close(turned, view.queries[0, :, :, row], rtol=1e-4, atol=1e-4)
     lengths = {view.keys.shape[2] for view in Peek.seen}
     assert len(lengths) > 1  # prompt and later passes

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hardkv.policies.scorers.rotation import rotate_by
+
 PROBED_POSITIONS = (0, 7)
 _TOLERANCE = 0.03  # of the query's norm: bfloat16 rounds cosines, sines and products
 
@@ -20,19 +22,11 @@ def read_frequencies(model: PreTrainedModel, queries: Tensor) -> Tensor | None:
     size = torch.linalg.vector_norm(still)
     if not bool(torch.isfinite(size)) or float(size) == 0.0:
         return None
-    distance = PROBED_POSITIONS[1] - PROBED_POSITIONS[0]
+    distance = torch.tensor(PROBED_POSITIONS[1] - PROBED_POSITIONS[0], device=still.device)
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.ndim == 1]
     candidates = [buffer.float() for buffer in buffers if 2 * len(buffer) <= still.shape[-1]]
     for frequencies in [*map(torch.zeros_like, candidates[:1]), *candidates]:
-        gap = torch.linalg.vector_norm(rotated(still, frequencies * distance) - turned)
+        gap = torch.linalg.vector_norm(rotate_by(still, distance, frequencies) - turned)
         if float(gap) <= _TOLERANCE * float(size):
             return frequencies.clone()
     return None
-
-
-def rotated(vectors: Tensor, angles: Tensor) -> Tensor:
-    """Turn the pairs (i, i + F) of `vectors [..., D]` by `angles [F]`; dimensions from 2 F on stay."""
-    half = len(angles)
-    first, second, rest = vectors[..., :half], vectors[..., half : 2 * half], vectors[..., 2 * half :]
-    cos, sin = torch.cos(angles), torch.sin(angles)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

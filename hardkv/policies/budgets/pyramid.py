@@ -56,7 +56,8 @@ class Pyramid(Budget):
 
     def _layer_counts(self, limits: Limits) -> list[int]:
         target, layers = self.config.target_tokens(limits.seen_tokens), limits.total_layers
-        top = min(max(target / self.config.beta, limits.sinks + limits.local_window), target)
+        least = max(limits.sinks + limits.local_window, 1)
+        top = min(max(target / self.config.beta, least), target)
         step = 2 * (target - top) / max(layers - 1, 1)
         exact = [top + step * (layers - 1 - layer) for layer in range(layers)]
         sums = [round(total) for total in accumulate(exact, initial=0.0)]
