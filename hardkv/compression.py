@@ -58,7 +58,7 @@ class Decision:
     moves: Moves
     compact: Moves | None  # the same selection with every head compacted, should pages be short
     report: Arriving  # [4, L, H] int64: lengths, reserve, lengths if compacted, kept
-    not_finite: Arriving  # [L] int64, scores that were not finite; on its way after the report
+    not_finite: Arriving  # [3, L] int64, values that were not finite; on its way after the report
     selects: bool
 
     @property
@@ -99,7 +99,7 @@ class Compressor:
             held = resident.valid.sum(-1)
             moves = cascade.plan(resident, Layout(resident.valid, torch.zeros_like(held, dtype=torch.bool), held))
             report = torch.stack([moves.lengths, moves.reserve, moves.lengths, held])
-            nothing = Arriving(torch.zeros(layers, dtype=torch.int64))
+            nothing = Arriving(torch.zeros(3, layers, dtype=torch.int64))
             return Decision(cascade, resident, moves, None, Arriving(report), nothing, selects=False)
         scored = [
             claim(
@@ -123,7 +123,7 @@ class Compressor:
             moves,
             compact,
             Arriving(report),
-            Arriving(torch.cat([broken for _, broken in scored])),
+            Arriving(torch.cat([broken for _, broken in scored], 1)),
             selects=True,
         )
 
@@ -133,12 +133,12 @@ class Compressor:
         Every head is compacted where the layout would need more than `reserved_pages` or a block table's width.
 
         Raises:
-            PluginError: the scorer gave values that are not finite; nothing has changed.
+            PluginError: a component gave values that are not finite; nothing has changed.
         """
         cascade = decision.cascade
         if decision.selects:
             assert self.parts is not None
-            check_finite(self.parts.scorer, decision.not_finite.wait().tolist(), self.geometry.full_layers)
+            check_finite(self.parts, decision.not_finite.wait().tolist(), self.geometry.full_layers)
         lengths, reserve, compact_lengths, kept = decision.report.wait().numpy()
         moves = decision.moves
         if decision.compact is not None and self._too_many(cascade, np.maximum(lengths, reserve), reserved_pages):

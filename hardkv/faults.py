@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from hardkv.errors import did_you_mean
+from hardkv.interfaces import Component
 
 _LONGEST_VALUE = 60
 
@@ -17,6 +20,24 @@ def shown(value: Any) -> str:
     """Give `value` as Python would write it, cut to a length that fits a message."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def source_file(component: type) -> str | None:
+    """Give the file of a plugin's class; None for one of hardkv's own."""
+    module = component.__module__
+    return None if module.startswith("hardkv.") else getattr(sys.modules.get(module), "__file__", None)
+
+
+def named(kind: str, component: Component) -> str:
+    """Speak of a component as `scorer 'recency' (/plugins/recency.py)`."""
+    file = source_file(type(component))
+    return f"{kind} '{component.name}'" if file is None else f"{kind} '{component.name}' ({file})"
+
+
+def line_in(file: str, error: BaseException) -> int:
+    """Give the innermost line of `file` that an error passed through; 0 if it passed none."""
+    lines = [frame.lineno or 0 for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else 0
 
 
 def joined(path: Sequence[str | int]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.errors import HardKVError, PluginError
+from hardkv.faults import line_in, named, shown, source_file
 from hardkv.interfaces import CacheTier, Component, EntryScorer
 from hardkv.types import Claims, CostModel, EnteringTokens, Layout, Limits, ScoreView, Selection, TokenBatch
 
@@ -19,44 +20,54 @@ def claim(
 ) -> tuple[Claims, Tensor]:
     """Score and calibrate some layers of one sequence; `protected [L, H, N]` marks sinks and local window.
 
-    `states`: the calibrator's, one per layer. Gives the claims, and how many scores at valid slots are not finite,
-    `[L]` int64, for `check_finite`: a look at them here would wait for the device.
+    `states`: the calibrator's, one per layer. Gives the claims, and how many values of scorer, calibrator and budget at
+    valid slots are not finite, `[3, L]` int64, for `check_finite`: a look at them here would wait for the device.
 
     Raises:
         PluginError: a component raised, or gave a wrong shape.
     """
     with blaming("scorer", parts.scorer):
         scores = parts.scorer.score(view)
-    _check_scores(parts.scorer.name, scores, view)
-    broken = ~torch.isfinite(scores) & view.valid[:, :, None, :]
-    scores = scores.masked_fill(broken, 0.0)  # so that what follows cannot be blamed for it
+    _check_scores(parts.scorer, scores, view)
+    scores, no_scores = _finite(scores, view.valid[:, :, None, :])
+    no_probabilities = torch.zeros_like(no_scores)
     if parts.calibrates:
         reference = _reference_rows(view, scores.shape[2]) if parts.calibrator.needs_reference else None
         with blaming("calibrator", parts.calibrator), _joined(states) as state:
             calibrated = parts.calibrator.calibrate(scores, reference, view.valid, state)
         _check_shape("calibrator", parts.calibrator, "probabilities [B, H, R, N]", calibrated, scores.shape)
-        scores = calibrated
+        scores, no_probabilities = _finite(calibrated, view.valid[:, :, None, :])
         if view.queries is not None and scores.shape[2] > 1:  # a row that was never written has no say
             scores = scores * view.row_valid[:, None, :, None]
     with blaming("budget", parts.budget):
         value, votes = parts.budget.claim(scores, view.valid)
     for what, found in (("value", value), ("votes", votes)):
         _check_shape("budget", parts.budget, f"{what} [B, H, N]", found, view.valid.shape)
-    return Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid), broken.sum((1, 2, 3))
+    value, no_value = _finite(value, view.valid)
+    claims = Claims(value=value, votes=votes, valid=view.valid, protected=protected & view.valid)
+    return claims, torch.stack([no_scores, no_probabilities, no_value])
 
 
-def check_finite(scorer: Component, broken: Sequence[int], layers: Sequence[int]) -> None:
-    """Refuse scores that were not finite; `broken`: how many there were in each of the model's `layers`.
+def _finite(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero in place of what is not finite, so that no later stage is blamed for it, and how many there were, `[B]`."""
+    broken = ~torch.isfinite(values) & valid
+    return values.masked_fill(broken, 0.0), broken.flatten(1).sum(1)
+
+
+def check_finite(parts: Components, broken: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
+    """Refuse values that were not finite; `broken [3, L]`: how many there were in each of the model's `layers`.
 
     Raises:
-        PluginError: naming the scorer and the first such layer.
+        PluginError: naming the component and the first such layer.
     """
-    for count, layer in zip(broken, layers, strict=True):
-        if count:
-            raise PluginError(
-                f"scorer '{scorer.name}' gave {count} values that are not finite at valid slots of layer {layer}; "
-                "check it for divisions by zero and logarithms of zero"
-            )
+    makers = (("scorer", parts.scorer), ("calibrator", parts.calibrator), ("budget", parts.budget))
+    for (kind, component), counts in zip(makers, broken, strict=True):
+        for count, layer in zip(counts, layers, strict=True):
+            if count:
+                raise PluginError(
+                    f"{named(kind, component)} gave {count} values that are not finite at valid slots of layer "
+                    f"{layer}; check it for divisions by zero and logarithms of zero"
+                )
 
 
 def enter(scorer: EntryScorer, tokens: EnteringTokens) -> Tensor:
@@ -102,9 +113,9 @@ def count(parts: Components, claims: Claims, limits: Limits) -> tuple[Claims, Te
     with blaming("budget", parts.budget):
         counts = parts.budget.counts(pooled, limits)
     _check_shape("budget", parts.budget, "counts [L, H]", counts, claims.value.shape[:2])
-    # What was reserved for the sequence is held to, whatever the budget says.
+    # What was reserved for the sequence is held to, and what is protected is kept, whatever the budget says.
     protected = (claims.protected & claims.valid).sum(-1)
-    return pooled, torch.minimum(counts, protected.clamp(min=limits.upper))
+    return pooled, torch.maximum(torch.minimum(counts, protected.clamp(min=limits.upper)), protected)
 
 
 def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, limits: Limits) -> Layout:
@@ -112,6 +123,8 @@ def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, lim
     selection = Selection(keep=keep, valid=valid, held_slots=valid.sum(-1))
     with blaming("regularizer", parts.regularizer):
         layout = parts.regularizer.layout(selection, cost, limits)
+    if not isinstance(layout, Layout):
+        raise PluginError(f"{named('regularizer', parts.regularizer)} gave {shown(layout)}; expected a hardkv.Layout")
     _check_shape("regularizer", parts.regularizer, "keep [L, H, N]", layout.keep, keep.shape)
     for what, found in (("rewrite", layout.rewrite), ("reserve_slots", layout.reserve_slots)):
         _check_shape("regularizer", parts.regularizer, f"{what} [L, H]", found, keep.shape[:2])
@@ -143,13 +156,15 @@ def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
 
 @contextmanager
 def blaming(kind: str, component: Component) -> Iterator[None]:
-    """Turn whatever a component raises into a `PluginError` with its name."""
+    """Turn whatever a component raises into a `PluginError` with its name, and a plugin's file and line."""
     try:
         yield
     except HardKVError:
         raise
     except Exception as error:
-        raise PluginError(f"{kind} '{component.name}' raised {type(error).__name__}: {error}") from error
+        file = source_file(type(component))
+        place = "" if file is None else f"; repair line {line_in(file, error)} of {file}"
+        raise PluginError(f"{kind} '{component.name}' raised {type(error).__name__}: {error}{place}") from error
 
 
 @contextmanager
@@ -194,19 +209,23 @@ def _reference_rows(view: ScoreView, rows: int) -> Tensor:
     return attention.sum(2, keepdim=True) / written[:, None, None, None]
 
 
-def _check_shape(kind: str, component: Component, what: str, found: Tensor, expected: Sequence[int]) -> None:
+def _check_shape(kind: str, component: Component, what: str, found: object, expected: Sequence[int]) -> None:
+    if not isinstance(found, Tensor):
+        raise PluginError(f"{named(kind, component)} gave {shown(found)} as {what}; expected a tensor")
     if tuple(found.shape) != tuple(expected):
         raise PluginError(
-            f"{kind} '{component.name}' gave {what} of shape {tuple(found.shape)}; expected {tuple(expected)}"
+            f"{named(kind, component)} gave {what} of shape {tuple(found.shape)}; expected {tuple(expected)}"
         )
 
 
-def _check_scores(name: str, scores: Tensor, view: ScoreView) -> None:
+def _check_scores(scorer: Component, scores: object, view: ScoreView) -> None:
+    if not isinstance(scores, Tensor):
+        raise PluginError(f"{named('scorer', scorer)} gave {shown(scores)}; expected scores [B, H, R, N]")
     batch, heads, slots = view.valid.shape
     rows = view.queries.shape[3] if view.queries is not None else 1
     shape = tuple(scores.shape)
     if len(shape) != 4 or shape[:2] != (batch, heads) or shape[3] != slots or shape[2] not in (1, rows):
         raise PluginError(
-            f"scorer '{name}' gave scores of shape {shape}; expected [B, H, R, N] = "
+            f"{named('scorer', scorer)} gave scores of shape {shape}; expected [B, H, R, N] = "
             f"[{batch}, {heads}, 1 or {rows}, {slots}]"
         )

@@ -216,7 +216,7 @@ class Prefill:
                 view = view.with_statistic(seeded_statistic(self.parts.scorer, view))
         protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
         claims, broken = claim(self.parts, view, protected.expand(1, heads, tokens), [self.calibration[index]])
-        check_finite(self.parts.scorer, broken.tolist(), [call.layer])
+        check_finite(self.parts, broken.tolist(), [call.layer])
         return claims
 
     def _shrink_stage(self) -> None:
