@@ -23,6 +23,7 @@ from rich.progress import Progress
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hardkv import HardKVRuntime, __version__
+from hardkv.evaluation import bundled_texts
 from hardkv.model_adapter import LoadedModel, load_model
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,7 @@ CONSOLE = Console(stderr=True)
 
 def contexts(loaded: LoadedModel, batch: int, tokens: int) -> list[list[int]]:
     """Different contexts: windows over all shipped texts end to end, each starting elsewhere."""
-    paths = [*sorted((ROOT / "benchmarks" / "texts").glob("*.txt")), ROOT / "examples" / "document.txt"]
+    paths = [*bundled_texts(), ROOT / "examples" / "document.txt"]
     ids: list[int] = []
     for path in paths:
         ids += loaded.tokenizer(path.read_text(encoding="utf-8"))["input_ids"]

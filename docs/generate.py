@@ -23,6 +23,7 @@ _KINDS = {
     "boolean": "`true`, `false`",
     "integer": "whole number",
     "null": "`null`",
+    "object": "mapping",
     "string": "text",
 }
 _BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
@@ -162,6 +163,42 @@ def _decode(name: str) -> str:
     )
 
 
+def _compare() -> str:
+    """Every method at one mean budget, best first, or that it has not been measured."""
+    name = "compare.json"
+    if not (_RESULTS / name).is_file():
+        return f"**Results**: not yet measured; `hardkv compare --output benchmarks/results/{name}` makes them."
+    found = _result(name)
+    ran = [row for row in found["rows"] if row["kl"] is not None]
+    lines = [
+        f"| `{row['method']}` | {row['kl']:.4f} | {row['top1_agreement']:.3f} | {_or_empty(row['mean_tokens'], '.1f')} "
+        f"| {row['kv_bytes'] / 2**20:.0f} | {_or_empty(row['compression_ms'], ',.0f')} |"
+        for row in ran
+    ]
+    rest = [f"- `{row['method']}`: {row['note']}" for row in found["rows"] if row["note"] is not None]
+    rounds = found["rounds"]
+    when = "one compression" if rounds == 1 else f"{rounds} compressions"
+    return "\n".join(
+        [
+            f"**Every method at one mean budget**: `{found['model']}`; texts: {', '.join(found['texts'])}; "
+            f"{found['prompt_tokens']:,} tokens of each, then {found['fed_tokens']:,} given ones; {when} of each text "
+            f"to a mean of {found['mean_budget']:,} tokens per head. With every token kept, the KV cache takes "
+            f"{found['reference']['kv_bytes'] / 2**20:.0f} MiB.",
+            "",
+            "| method | KL | same top token | mean tokens kept per head | KV MiB | ms per compression |",
+            "|---|---|---|---|---|---|",
+            *lines,
+            "",
+            *([*rest, ""] if rest else []),
+            _made(found, name),
+        ]
+    )
+
+
+def _or_empty(value: float | None, pattern: str) -> str:
+    return "" if value is None else format(value, pattern)
+
+
 def _kernels_aot() -> str:
     """What each kernel compiled to; kinds of one kernel are given by their largest."""
     found = _result("kernels_aot.json")
@@ -274,6 +311,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "default_yaml": _default_yaml,
     "settings": _settings,
     "measurements": measurements,
+    "compare": _compare,
     "kernels_aot": _kernels_aot,
     "gpu_check": _gpu_check,
     **{f"{slot}s": _catalogue(slot) for slot in ("scorer", "calibrator", "budget", "regularizer", "condenser")},

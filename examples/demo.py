@@ -28,7 +28,7 @@ from hardkv.model_adapter import load_model
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "examples" / "document.txt"
 QUESTIONS = ROOT / "examples" / "questions.json"
-FIDELITY_TEXT = ROOT / "benchmarks" / "texts" / "report.txt"
+FIDELITY_TEXT = ROOT / "hardkv" / "evaluation" / "texts" / "report.txt"
 PROMPT = "Read the document and answer the question.\n\n{document}\n\nQuestion: {question}"
 WAYS = {"compressed": True, "uncompressed": False}
 

@@ -25,6 +25,7 @@ def hardkv_components() -> list[type[Component]]:
     from hardkv.policies.scorers.h2o import H2O
     from hardkv.policies.scorers.key_norm import KeyNorm
     from hardkv.policies.scorers.keydiff import KeyDiff
+    from hardkv.policies.scorers.kvpress import KVPress
     from hardkv.policies.scorers.kvzap import KVzap
     from hardkv.policies.scorers.lagkv import LagKV
     from hardkv.policies.scorers.output_drop import OutputDrop
@@ -48,7 +49,7 @@ def hardkv_components() -> list[type[Component]]:
 
     scorers: list[type[Component]] = [
         AttentionPower, Attention, WindowMax, OutputDrop, ExpectedAttention, SnapKV, RKV, ValueAware, H2O, Scissorhands,
-        Tova, Quest, KeyDiff, LagKV, KeyNorm, Streaming, Random, KVzap,
+        Tova, Quest, KeyDiff, LagKV, KeyNorm, Streaming, Random, KVzap, KVPress,
     ]  # fmt: skip
     return [
         *scorers,

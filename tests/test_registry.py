@@ -76,7 +76,7 @@ class TestBuiltins:
         assert set(registry.names(ImportanceScorer)) == {
             *("attention_power", "attention", "window_max", "output_drop", "expected_attention", "snapkv", "rkv"),
             *("value_aware", "h2o", "scissorhands", "tova", "quest", "keydiff", "lagkv", "key_norm", "streaming"),
-            *("random", "kvzap"),
+            *("random", "kvzap", "kvpress"),
         }
         assert set(registry.names(Calibrator)) == {"exact", "temperature", "softmax"}
         assert set(registry.names(Budget)) == {

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hardkv import __version__
-from hardkv.cli import config, generate, info, plugins, reporting
+from hardkv.cli import compare, config, generate, info, new_plugin, plugins, reporting
 from hardkv.cli.session import Debug, Session
 
 _EPILOG = (
@@ -29,8 +29,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command("generate")(generate.generate)
+app.command("compare", cls=compare.ManyValues)(compare.compare)
 app.command("info")(info.info)
 app.command("plugins")(plugins.plugins)
+app.command("new-plugin")(new_plugin.new_plugin)
 app.add_typer(config.app, name="config")
 
 

@@ -30,8 +30,8 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # before scaling, as in transformers' own: wrappers of kvpress pass it by place
     scaling: float | None = None,
-    dropout: float = 0.0,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     server: AttentionServer = arguments[SERVER_ARGUMENT]

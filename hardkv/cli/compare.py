@@ -1,0 +1,188 @@
+"""`hardkv compare`: every method in one table, at one mean budget."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from hardkv.cli.comparing import load, measure_all, write_files
+from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
+from hardkv.cli.session import (
+    Assignments,
+    ConfigFile,
+    Debug,
+    Json,
+    ModelName,
+    Session,
+    output,
+    print_json,
+)
+from hardkv.cli.tabulating import comparison_table
+from hardkv.errors import InputError
+
+if TYPE_CHECKING:
+    from hardkv.config.settings import CacheSettings, HardKVConfig
+    from hardkv.registry import Registry
+
+_MANY = ("--texts", "--only", "--budgets")
+_ARGUMENTS = "hardkv.arguments"
+
+
+class ManyValues(TyperCommand):
+    """Lets an option that may be repeated take several values at once: `--texts a.txt b.txt`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, _spread(args))
+
+
+def compare(
+    context: typer.Context,
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    model: ModelName = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="Precision of weights and cache. Default: the configuration's if it names one, else float32, so that"
+            " rounding is no part of the difference.",
+        ),
+    ] = None,
+    mean_budget: Annotated[
+        int, typer.Option(min=1, help="Mean tokens per head that every method keeps after a compression.")
+    ] = 192,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE...",
+            show_default=False,
+            help="UTF-8 texts. Default: four that come with hardkv.",
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Prompt tokens of a text. Default: 2048; with --rounds 1024."),
+    ] = None,
+    fed_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, max=65_535, show_default=False, help="Tokens fed after the prompt. Default: 256."),
+    ] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="Compressions of a text; from 2 on, each has --interval fed tokens after it."),
+    ] = 1,
+    interval: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Fed tokens from one compression to the next, with --rounds.")
+    ] = 128,
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME...", show_default=False, help="Budgets that each scorer is run under. Default: top_k."
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME...",
+            show_default=False,
+            help="Only these methods, or methods with these components.",
+        ),
+    ] = None,
+    as_json: Json = False,
+    save: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Save the result as JSON."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", show_default=False, help="Draw the result: .png, .svg or .pdf. Needs hardkv[plot]."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Compare every method at equal mean budget: fidelity, bytes, time. Interrupted, it shows what it has."""
+    from hardkv.evaluation import Bench, all_methods, bundled_texts, choose, read_workload, schedule
+    from hardkv.evaluation.report import ranked, report
+
+    times = schedule(prompt_tokens, fed_tokens, rounds, interval)
+    _check_files(texts or [], save, plot)
+    changes = [*parse_assignments(assignments), *([("model.id", model)] if model is not None else [])]
+    settings, registry = _configured(config, changes, dtype)
+    _check_budget(mean_budget, times.prompt_tokens, settings.cache)
+    methods = all_methods(registry, settings, mean_budget, budgets or ["top_k"])
+    if only:
+        methods = choose(methods, only)
+    loaded = load(settings.model)
+    workload = read_workload(loaded.tokenizer, texts or bundled_texts(), times)
+    session = context.find_object(Session)
+    assert session is not None
+    session.generating = True
+    bench = Bench(loaded, settings, registry, workload, mean_budget)
+    reference, rows, complete = measure_all(bench, methods)
+    command = shlex.join(["hardkv", "compare", *context.meta[_ARGUMENTS]])
+    found = report(command, bench, reference, rows, complete)
+    if as_json:
+        print_json(found)
+    else:
+        output().print(comparison_table(ranked(rows), found))
+    write_files(found, save, plot)
+    if not complete:
+        raise KeyboardInterrupt
+
+
+def _spread(arguments: Sequence[str]) -> list[str]:
+    """Repeat an option of several values before each of them."""
+    spread: list[str] = []
+    option = None
+    for argument in arguments:
+        if argument.startswith("-"):
+            option = next((many for many in _MANY if argument.split("=")[0] == many), None)
+        elif option is not None and spread[-1] != option:
+            spread.append(option)
+        spread.append(argument)
+    return spread
+
+
+def _check_files(texts: Sequence[Path], save: Path | None, plot: Path | None) -> None:
+    """Refuse files that cannot be read or written, before any work."""
+    for path in texts:
+        if not path.is_file():
+            raise InputError(f"--texts {path}: no such file")
+    for option, target in (("--output", save), ("--plot", plot)):
+        if target is not None and not target.absolute().parent.is_dir():
+            raise InputError(f"{option} {target}: its folder does not exist")
+    if plot is not None:
+        from hardkv.evaluation.plotting import check_plot
+
+        check_plot(plot)
+
+
+def _configured(file: Path | None, changes: list[Assignment], dtype: str | None) -> tuple[HardKVConfig, Registry]:
+    if dtype is not None:
+        changes = [*changes, ("model.dtype", dtype)]
+    ready = read_configuration(file, changes)
+    chosen = ready.config.model
+    if "dtype" not in chosen.model_fields_set:
+        chosen = chosen.model_copy(update={"dtype": "float32"})
+    return ready.config.model_copy(update={"model": chosen}), ready.registry
+
+
+def _check_budget(mean_budget: int, prompt_tokens: int, cache: CacheSettings) -> None:
+    if mean_budget >= prompt_tokens:
+        raise InputError(
+            f"--mean-budget {mean_budget}: expected fewer than the {prompt_tokens} tokens of a prompt, or nothing is"
+            " dropped"
+        )
+    protected = cache.sinks + cache.local_window
+    if mean_budget <= protected:
+        raise InputError(
+            f"--mean-budget {mean_budget}: expected more than cache.sinks + cache.local_window ({cache.sinks} +"
+            f" {cache.local_window}), which are always kept"
+        )
