@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from types import ModuleType
 from hardkv.errors import PluginError, did_you_mean
 
 GROUP = "hardkv"
-_LOCAL = "hardkv_local_"
 
 
 @dataclass(frozen=True)
@@ -55,29 +53,6 @@ def named_plugin(name: str, folders: Sequence[Path]) -> Plugin:
     return _from_import(name, folders)
 
 
-def origin_of(component: object) -> str:
-    """Say where a plugin's component comes from, as `" (plugin 'recency', /a/recency.py)"`; nothing of a built-in."""
-    name = type(component).__module__
-    if name.split(".")[0] == "hardkv":
-        return ""
-    file = _file_of(component)
-    plugin = name.removeprefix(_LOCAL).split("_", 1)[1] if name.startswith(_LOCAL) else name
-    return f" (plugin '{plugin}'{f', {file}' if file else ''})"
-
-
-def raised_by(component: object, error: Exception) -> str:
-    """Say what a component raised and, of a plugin's, the line of its file."""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _file_of(component)
-    ]
-    line = f" (line {lines[-1]})" if lines and origin_of(component) else ""
-    return f"raised {type(error).__name__}: {error}{line}"
-
-
-def _file_of(component: object) -> str | None:
-    return getattr(sys.modules.get(type(component).__module__), "__file__", None)
-
-
 def _local_file(name: str, folders: Sequence[Path]) -> Path | None:
     relative = Path(name).expanduser() if name.endswith(".py") else Path(*name.split("."))
     for folder in folders:
@@ -94,7 +69,7 @@ def _from_file(name: str, file: Path) -> Plugin:
     package = file.name == "__init__.py"
     stem = file.parent.name if package else file.stem
     # a name of its own, so that a plugin can neither shadow nor be mistaken for an installed module
-    module_name = f"{_LOCAL}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{stem}"
+    module_name = f"hardkv_local_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{stem}"
     spec = importlib.util.spec_from_file_location(
         module_name, file, submodule_search_locations=[str(file.parent)] if package else None
     )

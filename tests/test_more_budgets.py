@@ -175,7 +175,7 @@ def test_the_fair_level_is_max_min_fair(needs: list[int], least: int, room: int)
 def test_bytes_spreads_its_share_as_threshold_does(seed: int, shape: tuple[int, int, int], share: int) -> None:
     claims = draw_claims(seed, shape, "peaked")
     limits = limits_of(claims, share_tokens=share)
-    counts = Bytes(Bytes.Config(total="1MB")).counts(claims, limits)
+    counts = Bytes(Bytes.Config(total=10**6)).counts(claims, limits)
     wanted = Threshold(Threshold.Config(mean_tokens=share, floor_share=0.2)).counts(claims, limits_of(claims))
     assert torch.equal(counts, wanted)
 

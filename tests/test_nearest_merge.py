@@ -56,7 +56,7 @@ def literal(tokens: TokenBatch, least: float) -> Tensor:
                 joined.setdefault(best, []).append((math.exp(likeness(best)), tokens.values[h, i].double()))
         for j, arrivals in joined.items():
             total = math.e + sum(weight for weight, _ in arrivals)
-            values[h, j] = (math.e * values[h, j] + sum(weight * value for weight, value in arrivals)) / total  # type: ignore[operator]  # a sum of tensors
+            values[h, j] = (math.e * values[h, j] + sum(weight * value for weight, value in arrivals)) / total
     return values
 
 

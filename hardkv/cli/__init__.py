@@ -1,4 +1,4 @@
-"""The command line: `hardkv generate`, `compare`, `info`, `plugins`, `new-plugin` and `config`; one file per command."""
+"""The command line: `hardkv generate`, `compare`, `info`, `plugins`, `new-plugin`, `config`; one file per command."""
 
 from __future__ import annotations
 
