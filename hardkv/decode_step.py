@@ -19,7 +19,7 @@ from hardkv.errors import HardKVError
 from hardkv.interfaces import EntryScorer, ImportanceScorer, OnlineScorer
 from hardkv.memory import PagePool, upload
 from hardkv.online_statistic import OnlineStatistic
-from hardkv.pipeline import blaming, by_row, enter
+from hardkv.pipeline import ask, by_row, enter
 from hardkv.query_ring import QueryRing
 from hardkv.tiers.cascade import Cascade
 from hardkv.tiers.sliding import SlidingRings
@@ -215,8 +215,7 @@ class DecodeStep:
         outs, lses = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, float("-inf"))
         for row, cascade in enumerate(self.batch):
             try:
-                with blaming("condenser", cascade.last):
-                    outs[row], lses[row] = cascade.last.attend(index, query[row], call.scaling, call.softcap)
+                outs[row], lses[row] = ask(cascade.last, index, query[row], call.scaling, call.softcap)
             except HardKVError as error:
                 self._blame({row: error})
         parts = torch.stack([out.float(), outs]).flatten(1, 3), torch.stack([lse, lses]).flatten(1)

@@ -34,10 +34,13 @@ def named(kind: str, component: Component) -> str:
     return f"{kind} '{component.name}'" if file is None else f"{kind} '{component.name}' ({file})"
 
 
-def line_in(file: str, error: BaseException) -> int:
-    """Give the innermost line of `file` that an error passed through; 0 if it passed none."""
-    lines = [frame.lineno or 0 for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return lines[-1] if lines else 0
+def repair(component: Component, error: BaseException) -> str:
+    """Say which line of a plugin's file an error came through, as an ending of a sentence; empty for hardkv's own."""
+    file = source_file(type(component))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if file is None:
+        return ""
+    return f"; repair line {lines[-1]} of {file}" if lines else f"; repair {file}"
 
 
 def joined(path: Sequence[str | int]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.errors import HardKVError, PluginError
-from hardkv.faults import line_in, named, shown, source_file
+from hardkv.faults import named, repair, shown
 from hardkv.interfaces import CacheTier, Component, EntryScorer
 from hardkv.types import Claims, CostModel, EnteringTokens, Layout, Limits, ScoreView, Selection, TokenBatch
 
@@ -40,7 +40,8 @@ def claim(
         if view.queries is not None and scores.shape[2] > 1:  # a row that was never written has no say
             scores = scores * view.row_valid[:, None, :, None]
     with blaming("budget", parts.budget):
-        value, votes = parts.budget.claim(scores, view.valid)
+        answer = parts.budget.claim(scores, view.valid)
+    value, votes = _pair("budget", parts.budget, "(value, votes)", answer)
     for what, found in (("value", value), ("votes", votes)):
         _check_shape("budget", parts.budget, f"{what} [B, H, N]", found, view.valid.shape)
     value, no_value = _finite(value, view.valid)
@@ -49,9 +50,9 @@ def claim(
 
 
 def _finite(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero in place of what is not finite, so that no later stage is blamed for it, and how many there were, `[B]`."""
-    broken = ~torch.isfinite(values) & valid
-    return values.masked_fill(broken, 0.0), broken.flatten(1).sum(1)
+    """Zero in place of what is invalid or not finite, so that no later stage sees it, and how many were not, `[B]`."""
+    finite = torch.isfinite(values)
+    return values.masked_fill(~(finite & valid), 0.0), (~finite & valid).flatten(1).sum(1)
 
 
 def check_finite(parts: Components, broken: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
@@ -142,6 +143,26 @@ def let_go(condenser: CacheTier, layer: int, tokens: TokenBatch) -> Tensor | Non
     return folded
 
 
+def ask(
+    condenser: CacheTier, layer: int, query: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Let a last tier that lies outside the pages attend `query [H, G, D]`: `out [H, G, D]`, `lse [H, G]`.
+
+    Raises:
+        PluginError: it raised, or gave a wrong shape or numbers that are not finite (`lse` may be -inf).
+    """
+    with blaming("condenser", condenser):
+        answer = condenser.attend(layer, query, scaling, softcap)
+    out, lse = _pair("condenser", condenser, "(out, lse)", answer)
+    _check_shape("condenser", condenser, "out [H, G, D]", out, query.shape)
+    _check_shape("condenser", condenser, "lse [H, G]", lse, query.shape[:-1])
+    if not (torch.isfinite(out).all() & (lse < float("inf")).all()):
+        raise PluginError(
+            f"{named('condenser', condenser)} gave attention that is not finite; check what it holds in empty slots"
+        )
+    return out, lse
+
+
 def keep_best(claims: Claims, counts: Tensor, votes: bool) -> Tensor:
     """Mark the `counts [L, H]` best slots of each head by (protected, votes, value, recency), `[L, H, N]` bool."""
     value = claims.value.masked_fill(claims.protected, float("inf")).masked_fill(~claims.valid, float("-inf"))
@@ -162,9 +183,8 @@ def blaming(kind: str, component: Component) -> Iterator[None]:
     except HardKVError:
         raise
     except Exception as error:
-        file = source_file(type(component))
-        place = "" if file is None else f"; repair line {line_in(file, error)} of {file}"
-        raise PluginError(f"{kind} '{component.name}' raised {type(error).__name__}: {error}{place}") from error
+        message = f"{kind} '{component.name}' raised {type(error).__name__}: {error}{repair(component, error)}"
+        raise PluginError(message) from error
 
 
 @contextmanager
@@ -207,6 +227,12 @@ def _reference_rows(view: ScoreView, rows: int) -> Tensor:
         return attention
     written = view.row_valid.sum(-1).clamp_min(1)
     return attention.sum(2, keepdim=True) / written[:, None, None, None]
+
+
+def _pair(kind: str, component: Component, what: str, answer: object) -> tuple[Tensor, Tensor]:
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise PluginError(f"{named(kind, component)} gave {shown(answer)}; expected a pair {what}")
+    return answer
 
 
 def _check_shape(kind: str, component: Component, what: str, found: object, expected: Sequence[int]) -> None:

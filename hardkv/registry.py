@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from hardkv import builtins, hookspecs
 from hardkv.errors import ConfigError, HardKVError, PluginError, did_you_mean
-from hardkv.faults import faults, shown
+from hardkv.faults import faults, shown, source_file
 from hardkv.interfaces import Budget, CacheTier, Calibrator, Component, ImportanceScorer, Options, Regularizer
 from hardkv.plugin_modules import Plugin, installed_plugins, named_plugin
 
@@ -92,8 +92,9 @@ class Registry:
         except HardKVError:
             raise
         except Exception as error:
+            place = source_file(component) or component.__module__
             raise PluginError(
-                f"{slot} '{component.name}' ({component.__module__}) could not be built from {config!r}: {error}"
+                f"{slot} '{component.name}' ({place}) could not be built from {config!r}: {error}"
             ) from error
 
     def all(self) -> list[Registered]:
@@ -105,9 +106,10 @@ class Registry:
         key = (entry.slot, entry.name)
         if key in self._entries:
             first = self._entries[key]
+            same = first.component.__qualname__ == entry.component.__qualname__
+            cure = "Load one alone, if they are the same, or rename one" if same else "Rename one"
             raise PluginError(
-                f"two components are called {entry.slot} '{entry.name}':"
-                f" {_place(first)} and {_place(entry)}. Rename one"
+                f"two components are called {entry.slot} '{entry.name}': {_place(first)} and {_place(entry)}. {cure}"
             )
         self._entries[key] = entry
 

@@ -195,7 +195,7 @@ class Layout:
 
     keep: Tensor  # [L, H, N] bool; may be wider than the selection's (union modes)
     rewrite: Tensor  # [L, H] bool: compact to kept slots; else mask in place (sparse loading)
-    reserve_slots: Tensor  # [L, H] int64, slots to hold pages for, at least what stays
+    reserve_slots: Tensor  # [L, H] int64, slots to hold pages for; what stays has its pages in any case
 
 
 class SlotStore(Protocol):

@@ -155,7 +155,7 @@ def test_an_interrupt_shows_what_there_is(call: Call, monkeypatch: pytest.Monkey
         (["--plot", "no/such/folder.png"], "--plot no/such/folder.png: its folder does not exist"),
         (["--mean-budget", "160"], "expected fewer than the 160 tokens of a prompt"),
         (["--mean-budget", "10"], "expected more than cache.sinks + cache.local_window (2 + 8)"),
-        (["--prompt-tokens", "100000"], "code.txt: "),
+        (["--prompt-tokens", "100000"], "chain_of_thought.txt: "),
         (["--dtype", "float8"], "model.dtype: "),
         (["surplus.txt"], "unexpected extra argument"),
     ],

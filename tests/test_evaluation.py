@@ -141,7 +141,10 @@ def test_schedule_fills_in_what_is_left_out() -> None:
 
 
 def test_bundled_texts_are_long_enough_for_the_defaults() -> None:
-    assert [path.name for path in bundled_texts()] == ["code.txt", "dialogue.txt", "prose.txt", "report.txt"]
+    assert [path.name for path in bundled_texts()] == [
+        *("chain_of_thought.txt", "code.txt", "dialogue.txt", "german.txt"),
+        *("maths.txt", "prose.txt", "report.txt", "tables.txt"),
+    ]
     assert all(len(path.read_text(encoding="utf-8").split()) > 1500 for path in bundled_texts())
 
 
@@ -163,7 +166,7 @@ def test_a_workload_is_cut_into_prompt_and_fed_tokens(bench: Bench) -> None:
     text = bundled_texts()[0].read_text(encoding="utf-8")
     ids = tiny_tokenizer()(text)["input_ids"]
     assert bench.workload.prompts[0] + bench.workload.fed[0] == ids[:172]
-    assert bench.workload.names == ("code.txt", "dialogue.txt")
+    assert bench.workload.names == ("chain_of_thought.txt", "code.txt")
 
 
 # Solving
@@ -338,7 +341,7 @@ def found(bench: Bench, methods: dict[str, Method]) -> dict[str, Any]:
 
 
 def test_a_report_is_ranked_and_says_what_it_was_made_with(found: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(found)) == found | {"texts": ["code.txt", "dialogue.txt"]}
+    assert json.loads(json.dumps(found)) == found | {"texts": ["chain_of_thought.txt", "code.txt"]}
     assert found["rows"][-1]["method"] == "needs_file+top_k"
     assert found["rows"][0]["kl"] <= found["rows"][1]["kl"]
     assert found["versions"]["hardkv"] == __version__

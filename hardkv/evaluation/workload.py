@@ -52,7 +52,7 @@ def schedule(
 
 
 def bundled_texts() -> list[Path]:
-    """The texts that come with the package, written for it: prose, a report, a dialogue and code in English."""
+    """The texts that come with the package: prose, report, dialogue, code, tables, maths, reasoning; one is German."""
     return sorted((Path(__file__).parent / "texts").glob("*.txt"))
 
 

@@ -1,0 +1,1 @@
+"""A scorer for hardkv: newer tokens score higher."""
