@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -21,7 +21,7 @@ from hardkv.graph import Graphs
 from hardkv.model_adapter import Decoder, LoadedModel, load_model, read_geometry
 from hardkv.prompts import read_prompts
 from hardkv.results import Generation, Piece, RuntimeStats, SequenceStats, TokenLogprob
-from hardkv.scheduler import Event, Progress, Request, Scheduler
+from hardkv.scheduler import Event, Observer, Progress, Request, Scheduler
 from hardkv.stopwatch import PHASES
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,22 @@ class HardKVRuntime:
         return cls(ready.config, ready.components, loaded)
 
     @overload
-    def generate(self, prompts: str, *, progress: Progress | None = None, **overrides: Any) -> Generation: ...
+    def generate(
+        self, prompts: str, *, progress: Progress | None = None, observer: Observer | None = None, **overrides: Any
+    ) -> Generation: ...
     @overload
-    def generate(self, prompts: Any, *, progress: Progress | None = None, **overrides: Any) -> Any: ...
-    def generate(self, prompts: Any, *, progress: Progress | None = None, **overrides: Any) -> Any:
+    def generate(
+        self, prompts: Any, *, progress: Progress | None = None, observer: Observer | None = None, **overrides: Any
+    ) -> Any: ...
+    def generate(
+        self, prompts: Any, *, progress: Progress | None = None, observer: Observer | None = None, **overrides: Any
+    ) -> Any:
         """Generate for one prompt (a `Generation`) or many (a list, in order).
 
         A prompt is a string, a chat (list of messages) or token ids; a batch is a list of them. `overrides` are the
         keys of the configuration's `generation` section, and `seed`. `progress(done, total)` counts prefill chunks of
-        each prompt. In a batch a prompt that fails while running has `finish_reason == "error"`; a single one raises.
+        each prompt. `observer` looks at each sequence's cache as it changes. In a batch a prompt that fails while
+        running has `finish_reason == "error"`; a single one raises.
 
         Raises:
             InputError: a wrong prompt or argument; before any work starts.
@@ -79,12 +86,29 @@ class HardKVRuntime:
         """
         requests, single = self._requests(prompts, overrides)
         collectors = [_Collector(request, self.tokenizer) for request in requests]
-        for event in self._run(requests, progress):
+        for event in self._run(requests, progress, observer):
             collectors[event.request.index].take(event)
         if single and collectors[0].error is not None:
             raise collectors[0].error
         generations = [collector.result() for collector in collectors]
         return generations[0] if single else generations
+
+    def as_completed(
+        self, prompts: Any, *, seeds: Sequence[int] | None = None, **overrides: Any
+    ) -> Iterator[tuple[int, Generation]]:
+        """Generate for a batch and give each result when it is finished, with its prompt's place in the batch.
+
+        `seeds`: one for each prompt, in place of `seed` plus its place. Other arguments and errors as in `generate`;
+        they are checked now, not when the first result is asked for.
+        """
+        requests, _ = self._requests(prompts, overrides)
+        if seeds is not None:
+            if len(seeds) != len(requests):
+                raise InputError(f"got {len(requests)} prompts and {len(seeds)} seeds; give each prompt one")
+            for request, seed in zip(requests, seeds, strict=True):
+                _check_seed(seed)
+                request.seed = seed
+        return self._completed(requests)
 
     def stream(self, prompt: Any, *, progress: Progress | None = None, **overrides: Any) -> Iterator[Piece]:
         """Generate for one prompt and give its text as it becomes certain; the last piece has a `finish_reason`.
@@ -130,6 +154,14 @@ class HardKVRuntime:
         self._loop.release()
         self._stats = self._empty_stats()
 
+    def _completed(self, requests: list[Request]) -> Iterator[tuple[int, Generation]]:
+        collectors = [_Collector(request, self.tokenizer) for request in requests]
+        for event in self._run(requests, None):
+            collector = collectors[event.request.index]
+            collector.take(event)
+            if collector.end is not None:
+                yield event.request.index, collector.result()
+
     def _pieces(self, request: Request, progress: Progress | None) -> Iterator[Piece]:
         collector = _Collector(request, self.tokenizer)
         for event in self._run([request], progress):
@@ -138,7 +170,9 @@ class HardKVRuntime:
                 raise collector.error
             yield piece
 
-    def _run(self, requests: list[Request], progress: Progress | None) -> Iterator[Event]:
+    def _run(
+        self, requests: list[Request], progress: Progress | None, observer: Observer | None = None
+    ) -> Iterator[Event]:
         if self._cache.cascades:
             raise HardKVError("the runtime is already generating; finish or close the running stream first")
         shared = self._cache.admission.shared_bytes
@@ -147,7 +181,7 @@ class HardKVRuntime:
         else:
             self._prepare_shared(requests, shared)
         self._loop.prepare()
-        scheduler = Scheduler(self._loop, self.config.cache.prefill_chunk_tokens, progress, self._overlaps)
+        scheduler = Scheduler(self._loop, self.config.cache.prefill_chunk_tokens, progress, self._overlaps, observer)
         ended: list[tuple[Request, SequenceStats]] = []
         try:
             for event in scheduler.run(requests):
@@ -161,8 +195,7 @@ class HardKVRuntime:
 
     def _requests(self, prompts: Any, overrides: dict[str, Any]) -> tuple[list[Request], bool]:
         seed = overrides.pop("seed", self.config.seed)
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-            raise InputError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}")
+        _check_seed(seed)
         settings = _overridden(self.config.generation, overrides)
         read = read_prompts(prompts, self.tokenizer, self._vocabulary)
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else self._end_ids())
@@ -320,6 +353,11 @@ class _Collector:
             stats=self.end.stats,
             error=None if self.error is None else str(self.error),
         )
+
+
+def _check_seed(seed: Any) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise InputError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}")
 
 
 def _overridden(settings: GenerationSettings, overrides: dict[str, Any]) -> GenerationSettings:

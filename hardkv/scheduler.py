@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,16 @@ from hardkv.types import AttentionCall
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+
+
+class Observer(Protocol):
+    """Looks at sequences as they run, each named by its prompt's index in the call; changes nothing."""
+
+    def on_compression(self, index: int, cascade: Cascade, cache: CascadeCache) -> None:
+        """Called once the prompt has been placed, and after each later pass, whether it selected or only aged."""
+
+    def on_step(self, index: int, cascade: Cascade, cache: CascadeCache) -> None:
+        """Called after each decode step that the sequence took part in; should not wait for the device."""
 
 
 @dataclass
@@ -82,8 +93,16 @@ class Scheduler:
     same either way; it pays where the device works on its own.
     """
 
-    def __init__(self, loop: DecodeLoop, chunk_tokens: int, progress: Progress | None, overlaps: bool) -> None:
+    def __init__(
+        self,
+        loop: DecodeLoop,
+        chunk_tokens: int,
+        progress: Progress | None,
+        overlaps: bool,
+        observer: Observer | None = None,
+    ) -> None:
         self.loop, self.cache, self.chunk_tokens, self.progress = loop, loop.cache, chunk_tokens, progress
+        self.observer = observer
         self.decoder = loop.decoder
         self.overlap = loop.overlap
         self.overlaps = overlaps and self.cache.step.statistic.spares_others
@@ -127,6 +146,7 @@ class Scheduler:
         rules = _rules(request.settings) if request.forced is None else SamplingRules()
         running = _Running(request, cascade, rules, deque(request.forced or ()))
         self.running.append(running)
+        self._note_compression(cascade)
         with self.cache.watch.phase("decode"):
             chosen = self.loop.start(cascade.lane, rules, request.seed, request.prompt_ids, logits)
         yield from self._take(running, chosen, logits[0])
@@ -161,11 +181,15 @@ class Scheduler:
                 error = failures.get(running.cascade.lane)
                 if error is not None:
                     yield from self._drop(running.cascade, error)
-                else:
-                    yield from self._take(running, tokens[row], logits[row])
+                    continue
+                if self.observer is not None:
+                    self.observer.on_step(running.request.index, running.cascade, self.cache)
+                yield from self._take(running, tokens[row], logits[row])
         for cascade, error in ended:
             if error is not None:
                 yield from self._drop(cascade, error)
+            else:
+                self._note_compression(cascade)
 
     def _compress_due(self) -> Iterator[Event]:
         due = [running for running in self.running if running.cascade.dense.full]
@@ -180,6 +204,13 @@ class Scheduler:
                     self.cache.compress(running.cascade)
             except HardKVError as error:
                 yield from self._drop(running.cascade, error)
+            else:
+                self._note_compression(running.cascade)
+
+    def _note_compression(self, cascade: Cascade) -> None:
+        if self.observer is not None:
+            index = next(running.request.index for running in self.running if running.cascade is cascade)
+            self.observer.on_compression(index, cascade, self.cache)
 
     def _drop(self, cascade: Cascade, error: HardKVError) -> Iterator[Event]:
         running = next(running for running in self.running if running.cascade is cascade)

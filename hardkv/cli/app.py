@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hardkv import __version__
-from hardkv.cli import compare, config, generate, info, new_plugin, plugins, reporting
+from hardkv.cli import bench, compare, config, eval, generate, info, inspect, lm_eval, new_plugin, plugins, reporting
 from hardkv.cli.session import Debug, Session
 
 _EPILOG = (
@@ -31,9 +31,13 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("compare", cls=compare.ManyValues)(compare.compare)
 app.command("info")(info.info)
+app.command("inspect", cls=inspect.Remembered)(inspect.inspect)
 app.command("plugins")(plugins.plugins)
 app.command("new-plugin")(new_plugin.new_plugin)
+app.command("lm-eval", context_settings=lm_eval.PASS_ON)(lm_eval.lm_eval)
 app.add_typer(config.app, name="config")
+app.add_typer(bench.app, name="bench")
+app.add_typer(eval.app, name="eval")
 
 
 def _show_version(value: bool) -> None:

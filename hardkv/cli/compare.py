@@ -62,7 +62,7 @@ def compare(
         typer.Option(
             metavar="FILE...",
             show_default=False,
-            help="UTF-8 texts. Default: four that come with hardkv.",
+            help="UTF-8 texts. Default: eight that come with hardkv.",
         ),
     ] = None,
     prompt_tokens: Annotated[

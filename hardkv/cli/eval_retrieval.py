@@ -1,0 +1,150 @@
+"""`hardkv eval retrieval`: what is hidden in long prompts, found by a compressed cache and by the full one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from hardkv.cli.comparing import load
+from hardkv.cli.configuring import parse_assignments, read_configuration
+from hardkv.cli.eval_retrieval_run import answer_all, check_files, heat_map, report, write
+from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName, Session, output, print_json
+from hardkv.errors import InputError
+
+if TYPE_CHECKING:
+    from hardkv.evaluation.retrieval import Plan
+
+_MANY = ("--tasks", "--contexts", "--depths", "--against")
+_ARGUMENTS = "hardkv.arguments"
+
+
+class ManyValues(TyperCommand):
+    """Lets an option that may be repeated take several values at once: `--contexts 1024 4096`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, _spread(args))
+
+
+def retrieval(
+    context: typer.Context,
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    model: ModelName = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME...",
+            show_default=False,
+            help="needle, multi_needle, key_value, variable_tracking. Default: all.",
+        ),
+    ] = None,
+    contexts: Annotated[
+        list[int] | None,
+        typer.Option(metavar="TOKENS...", min=1, show_default=False, help="Tokens of a prompt. Default: 2048."),
+    ] = None,
+    depths: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="SHARE...",
+            min=0.0,
+            max=1.0,
+            show_default=False,
+            help="Where in the text it is hidden, 0 is its beginning. Default: 0 0.25 0.5 0.75 1.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Prompts of each task, context, depth.")] = 2,
+    difficulty: Annotated[
+        str, typer.Option(help="easy, normal, hard; auto is easy for models below a billion parameters, else normal.")
+    ] = "auto",
+    question_after: Annotated[
+        bool,
+        typer.Option("--question-after", help="Compress the text before the question is read, so that none helps it."),
+    ] = False,
+    mean_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="Mean tokens per head of every method. Default: the configuration's."
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME...", show_default=False, help="Methods to run beside it, as in 'hardkv compare'."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts that decode together; an interrupt loses them.")] = 8,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            show_default=False,
+            help="Ask as a chat message, or as plain text. Default: as a chat if the model has a template.",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(show_default=False, help="Seed; the same as --set seed=N.")] = None,
+    as_json: Json = False,
+    save: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Save the result as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Draw heat maps: .png, .svg, .pdf. Needs hardkv[plot]."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Ask for what is hidden in long prompts, with the compressed and the full cache. Interrupted, shows a part."""
+    from hardkv.evaluation.retrieval import DIFFICULTIES, Plan, Trial, check_names, chosen_difficulty, tasks_of
+
+    check_files(save, plot)
+    check_names("--difficulty", [difficulty], ["auto", *DIFFICULTIES])
+    named = tasks_of(tasks)
+    given = [pair for pair in (("model.id", model), ("seed", seed)) if pair[1] is not None]
+    ready = read_configuration(config, [*parse_assignments(assignments), *given])
+    loaded = load(ready.config.model)
+    plan = Plan(
+        tasks=named,
+        contexts=tuple(dict.fromkeys(contexts or [2048])),
+        depths=tuple(dict.fromkeys(depths or [0.0, 0.25, 0.5, 0.75, 1.0])),
+        samples=samples,
+        difficulty=chosen_difficulty(difficulty, loaded),
+        question_after=question_after,
+        batch=batch,
+        seed=ready.config.seed,
+    )
+    trial = Trial(loaded, ready.config, ready.registry)
+    _check_lengths(plan, trial.runtime(None).geometry.max_positions)
+    session = context.find_object(Session)
+    assert session is not None
+    answers, methods, complete = answer_all(trial, plan, chat, mean_budget, against or [], session)
+    command = shlex.join(["hardkv", "eval", "retrieval", *context.meta[_ARGUMENTS]])
+    found = report(command, trial, plan, methods, answers, complete)
+    if as_json:
+        print_json(found)
+    else:
+        output().print(heat_map(found))
+    write(found, save, plot)
+    if not complete:
+        raise KeyboardInterrupt
+
+
+def _check_lengths(plan: Plan, positions: int) -> None:
+    longest = max(plan.contexts)
+    if longest >= positions:
+        raise InputError(f"--contexts {longest}: the model has {positions} positions, and answers need some")
+
+
+def _spread(arguments: Sequence[str]) -> list[str]:
+    """Repeat an option of several values before each of them."""
+    spread: list[str] = []
+    option = None
+    for argument in arguments:
+        if argument.startswith("-"):
+            option = next((many for many in _MANY if argument.split("=")[0] == many), None)
+        elif option is not None and spread[-1] != option:
+            spread.append(option)
+        spread.append(argument)
+    return spread
