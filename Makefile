@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: help setup demo test interp aot check lowest lint format docs kvpress gpu-check gpu-wheels clean
+.PHONY: help setup demo test interp aot check lowest lint format docs bridges gpu-check gpu-wheels clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -49,20 +49,22 @@ $(LOWEST)/.stamp: pyproject.toml
 lowest: $(LOWEST)/.stamp  ## Run the tests that touch transformers on the oldest supported version
 	$(LOWEST)/bin/python -m pytest -q tests/test_families.py tests/test_runtime.py
 
-# kvpress asks for an older transformers than hardkv supports: installed without what it asks for, and apart.
-KVPRESS := .venv-kvpress
-$(KVPRESS)/.stamp: pyproject.toml
-	$(PYTHON) -m venv $(KVPRESS)
-	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check pytest hypothesis -e ".[kvpress]"
-	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps kvpress==0.5.5
+# Libraries that hardkv works with, in an environment of their own. kvpress asks for an older transformers than hardkv
+# supports, so it is installed without what it asks for.
+BRIDGES := .venv-bridges
+$(BRIDGES)/.stamp: pyproject.toml
+	$(PYTHON) -m venv $(BRIDGES)
+	$(BRIDGES)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BRIDGES)/bin/python -m pip install --quiet --disable-pip-version-check accelerate pytest hypothesis \
+		-e ".[kvpress,lm-eval]"
+	$(BRIDGES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps kvpress==0.5.5
 	touch $@
 
-kvpress: $(KVPRESS)/.stamp  ## Run the tests of the scorer that runs presses of kvpress
-	$(KVPRESS)/bin/python -m pytest -q tests/bridge
+bridges: $(BRIDGES)/.stamp  ## Run the tests with kvpress and lm-evaluation-harness
+	HF_HUB_OFFLINE=1 $(BRIDGES)/bin/python -m pytest -q tests/bridge tests/harness
 
 # The tests come last, so that their summary is the last line.
-check: lint docs lowest kvpress interp aot test  ## Everything that must pass before a change lands: lint, docs, all tests
+check: lint docs lowest bridges interp aot test  ## Everything that must pass before a change lands: lint, docs, all tests
 
 lint: $(STAMP)  ## Style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -90,4 +92,4 @@ gpu-wheels:  ## Download what else the GPU check needs, for Python 3.12 on Linux
 		--platform manylinux2014_x86_64 --dest $(GPU_WHEELS) pydantic pyyaml psutil pluggy
 
 clean:  ## Remove the virtual environment and everything generated
-	rm -rf $(VENV) $(LOWEST) $(KVPRESS) $(GPU_WHEELS) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(BRIDGES) $(GPU_WHEELS) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from hardkv import __version__
-from hardkv.cli import bench, compare, config, eval, generate, info, inspect, lm_eval, new_plugin, plugins, reporting
+from hardkv.cli import (
+    bench,
+    compare,
+    config,
+    eval,
+    generate,
+    info,
+    inspect,
+    lm_eval,
+    new_plugin,
+    plugins,
+    report,
+    reporting,
+)
 from hardkv.cli.session import Debug, Session
 
 _EPILOG = (
@@ -33,6 +46,7 @@ app.command("compare", cls=compare.ManyValues)(compare.compare)
 app.command("info")(info.info)
 app.command("inspect", cls=inspect.Remembered)(inspect.inspect)
 app.command("plugins")(plugins.plugins)
+app.command("report")(report.report)
 app.command("new-plugin")(new_plugin.new_plugin)
 app.command("lm-eval", context_settings=lm_eval.PASS_ON)(lm_eval.lm_eval)
 app.add_typer(config.app, name="config")

@@ -88,7 +88,8 @@ def open_arms(plan: Plan, scorer: Scorer, folder: Path, full: bool, stack: ExitS
     config, loaded = plan.ready.config, plan.loaded
     problems = {problem.key: problem for problem in plan.problems.problems}
     asked = [prompt_of(problem.question, plan.chat) for problem in problems.values()]
-    vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])
+    embeddings: Any = loaded.model.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])
     prompts = dict(zip(problems, read_prompts(asked, loaded.tokenizer, vocabulary).token_ids, strict=True))
     try:
         folder.mkdir(exist_ok=True)

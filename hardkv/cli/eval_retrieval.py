@@ -14,7 +14,7 @@ from hardkv.cli.comparing import load
 from hardkv.cli.configuring import parse_assignments, read_configuration
 from hardkv.cli.eval_retrieval_run import answer_all, check_files, heat_map, report, write
 from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName, Session, output, print_json
-from hardkv.errors import InputError
+from hardkv.errors import HardKVError, InputError
 
 if TYPE_CHECKING:
     from hardkv.evaluation.retrieval import Plan
@@ -129,6 +129,9 @@ def retrieval(
     write(found, save, plot)
     if not complete:
         raise KeyboardInterrupt
+    failed = [one.error for one in answers if one.error is not None]
+    if failed:
+        raise HardKVError(f"{len(failed)} answers failed and count as wrong: {failed[0]}")
 
 
 def _check_lengths(plan: Plan, positions: int) -> None:

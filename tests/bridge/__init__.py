@@ -1,1 +1,1 @@
-"""Scorer `kvpress` against the library kvpress; skipped where that is not installed, `make kvpress` installs it."""
+"""Scorer `kvpress` against the library kvpress; skipped where that is not installed, `make bridges` installs it."""

@@ -28,7 +28,7 @@ from hardkv.types import ModelGeometry, ScoreView
 from tests.test_runtime import BASE, MEAN, prompt
 from tests.tiny_models import loaded, tiny_model
 
-kvpress: Any = pytest.importorskip("kvpress", reason="kvpress is not installed: make kvpress")
+kvpress: Any = pytest.importorskip("kvpress", reason="kvpress is not installed: make bridges")
 
 TOKENS, WINDOW = 60, 12
 OPTIONS: dict[str, dict[str, Any]] = {

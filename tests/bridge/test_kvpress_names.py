@@ -40,7 +40,7 @@ def test_a_misspelt_press_gets_a_hint() -> None:
 
 
 def test_faulty_options_are_named() -> None:
-    pytest.importorskip("kvpress", reason="kvpress is not installed: make kvpress")
+    pytest.importorskip("kvpress", reason="kvpress is not installed: make bridges")
     assert "the budget decides how many tokens stay" in refusal("KnormPress", compression_ratio=0.5)
     assert refusal("SnapKVPress", windowsize=3) == (
         "scorer 'kvpress': SnapKVPress has no option 'windowsize'. Did you mean 'window_size'? Known: window_size,"
