@@ -55,11 +55,16 @@ class DecodeLoop:
     @torch.inference_mode()
     def start(self, lane: int, rules: SamplingRules, seed: int, prompt_ids: Sequence[int], logits: Tensor) -> int:
         """Set a lane up and choose its first token from the prompt's `logits [1, V]`."""
-        self.sampler.open(lane, rules, seed, prompt_ids)
+        self.begin(lane, rules, seed, prompt_ids)
         lanes = torch.tensor([lane], device=self.tokens.device)
         chosen = self.sampler.choose(logits, lanes, rules.draws, rules.remembers)
         self.tokens.index_copy_(0, lanes, chosen)
         return int(chosen)
+
+    @torch.inference_mode()
+    def begin(self, lane: int, rules: SamplingRules, seed: int, read_ids: Sequence[int]) -> None:
+        """Set a lane's sampler up: what follows `read_ids` is chosen by `rules`, from the seed's first number on."""
+        self.sampler.open(lane, rules, seed, read_ids)
 
     @torch.inference_mode()
     def put(self, lane: int, token_id: int) -> None:

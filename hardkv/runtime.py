@@ -76,7 +76,9 @@ class HardKVRuntime:
         """Generate for one prompt (a `Generation`) or many (a list, in order).
 
         A prompt is a string, a chat (list of messages) or token ids; a batch is a list of them. `overrides` are the
-        keys of the configuration's `generation` section, and `seed`. `progress(done, total)` counts prefill chunks of
+        keys of the configuration's `generation` section, and `seed`. `given` are token ids to feed after the prompt (a
+        list of such lists for a batch): the prompt is compressed without them, they go through decode steps, and the
+        model goes on from there; they are no part of the result. `progress(done, total)` counts prefill chunks of
         each prompt. `observer` looks at each sequence's cache as it changes. In a batch a prompt that fails while
         running has `finish_reason == "error"`; a single one raises.
 
@@ -132,12 +134,12 @@ class HardKVRuntime:
         """
         if len(prompts) != len(continuations) or not all(continuations):
             raise InputError(f"got {len(prompts)} prompts and {len(continuations)} continuations; give each prompt one")
-        longest = max(len(continuation) for continuation in continuations)
-        requests, _ = self._requests(prompts, {"max_new_tokens": longest, "ignore_eos": True})
+        # The last row comes after all but the last token.
+        given = [list(continuation[:-1]) for continuation in continuations]
+        plain = {"max_new_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None}
+        requests, _ = self._requests(prompts, {**plain, "given": given})
         rows: list[list[torch.Tensor]] = [[] for _ in requests]
-        for request, continuation, mine in zip(requests, continuations, rows, strict=True):
-            request.forced, request.end_ids = list(continuation), frozenset()
-            request.max_tokens = len(request.prompt_ids) + len(continuation)
+        for request, mine in zip(requests, rows, strict=True):
             request.on_logits = lambda logits, mine=mine: mine.append(torch.log_softmax(logits, -1).cpu())
         for event in self._run(requests, None):
             if event.error is not None:
@@ -194,14 +196,15 @@ class HardKVRuntime:
                 self._cache.close(cascade)
 
     def _requests(self, prompts: Any, overrides: dict[str, Any]) -> tuple[list[Request], bool]:
-        seed = overrides.pop("seed", self.config.seed)
+        seed, given = overrides.pop("seed", self.config.seed), overrides.pop("given", None)
         _check_seed(seed)
         settings = _overridden(self.config.generation, overrides)
         read = read_prompts(prompts, self.tokenizer, self._vocabulary)
+        fed = self._given([given] if read.single and given is not None else given, len(read.token_ids))
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else self._end_ids())
         requests = []
-        for index, ids in enumerate(read.token_ids):
-            room = self.geometry.max_positions
+        for index, (ids, after) in enumerate(zip(read.token_ids, fed, strict=True)):
+            room = self.geometry.max_positions - len(after)  # without what is given
             if len(ids) >= room:
                 raise InputError(
                     f"prompt {index} has {len(ids)} tokens; the model has {room} positions, one is needed for an answer"
@@ -210,13 +213,20 @@ class HardKVRuntime:
                 logger.warning(
                     "prompt %d: only %d tokens fit after it, fewer than max_new_tokens", index, room - len(ids)
                 )
-            total = min(len(ids) + settings.max_new_tokens, room)
-            requests.append(Request(index, ids, settings, (seed + index) % 2**63, ends, total))
+            total = min(len(ids) + settings.max_new_tokens, room) + len(after)
+            requests.append(Request(index, ids, settings, (seed + index) % 2**63, ends, total, given=after))
         shared = self._cache.admission.shared_bytes
         if shared is not None:
             self._share_out(requests, shared)
         self._check_memory(requests)
         return requests, read.single
+
+    def _given(self, given: Any, count: int) -> list[list[int]]:
+        if given is None:
+            return [[] for _ in range(count)]
+        if not isinstance(given, Sequence) or len(given) != count:
+            raise InputError(f"given: expected one list of token ids for each of {count} prompts, got {given!r}"[:200])
+        return [read_prompts(list(ids), self.tokenizer, self._vocabulary).token_ids[0] if ids else [] for ids in given]
 
     def _end_ids(self) -> frozenset[int]:
         named = getattr(self.model.generation_config, "eos_token_id", None)

@@ -50,10 +50,10 @@ class Request:
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False
     """Set by the consumer: a stop text has appeared."""
-    forced: list[int] | None = None
-    """Tokens to feed whatever the model says (teacher forcing)."""
+    given: list[int] = field(default_factory=list)
+    """Tokens to feed after the prompt, one a step, whatever the model says; it goes on from there."""
     on_logits: Callable[[Tensor], None] | None = None
-    """Told the logits `[vocabulary]` of every step of a forced request."""
+    """Told the logits `[vocabulary]` of every step."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Running:
     cascade: Cascade
     rules: SamplingRules
     rest: deque[int]
-    """Tokens still to be fed to a forced request."""
+    """Given tokens still to be fed."""
 
 
 class _PrefillServer:
@@ -143,8 +143,8 @@ class Scheduler:
         except BaseException:
             self.cache.close(cascade)
             raise
-        rules = _rules(request.settings) if request.forced is None else SamplingRules()
-        running = _Running(request, cascade, rules, deque(request.forced or ()))
+        rules = _rules(request.settings)
+        running = _Running(request, cascade, rules, deque(request.given))
         self.running.append(running)
         self._note_compression(cascade)
         with self.cache.watch.phase("decode"):
@@ -222,24 +222,32 @@ class Scheduler:
         request = running.request
         if request.on_logits is not None:
             request.on_logits(logits)
-        if request.forced is not None:
-            token_id = running.rest.popleft() if running.rest else 0
-            self.loop.put(running.cascade.lane, token_id)
-        choice = Choice(token_id, None, {})
-        if request.settings.logprobs is not None:
-            choice = with_logprobs(token_id, logits, request.settings.logprobs)
-        request.generated.append(token_id)
-        yield Event(request, choice)
         reason: FinishReason | None = None
-        if request.cancelled or token_id in request.end_ids:
-            reason = "stop"
-        elif len(request.prompt_ids) + len(request.generated) >= request.max_tokens:
+        if running.rest:
+            self._feed(running)
+        else:
+            choice = Choice(token_id, None, {})
+            if request.settings.logprobs is not None:
+                choice = with_logprobs(token_id, logits, request.settings.logprobs)
+            request.generated.append(token_id)
+            yield Event(request, choice)
+            if request.cancelled or token_id in request.end_ids:
+                reason = "stop"
+        taken = len(request.prompt_ids) + len(request.given) - len(running.rest) + len(request.generated)
+        if reason is None and taken >= request.max_tokens:
             reason = "length"
         if reason is not None:
             stats = self._stats(running.cascade, len(request.prompt_ids))
             self.running.remove(running)
             self._close(running.cascade)
             yield Event(request, None, reason, stats)
+
+    def _feed(self, running: _Running) -> None:
+        """Let the next given token be fed; after the last, the sampler starts as after a prompt that ended there."""
+        request, lane = running.request, running.cascade.lane
+        self.loop.put(lane, running.rest.popleft())
+        if not running.rest:
+            self.loop.begin(lane, running.rules, request.seed, request.prompt_ids + request.given)
 
     def _fail(self, request: Request, cascade: Cascade, error: HardKVError) -> Event:
         logger.warning("prompt %d failed: %s", request.index, error)
