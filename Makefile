@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: help setup demo test interp aot check lowest lint format docs bridges gpu-check gpu-wheels clean
+.PHONY: help setup demo test interp aot check lowest lint format docs bridges peers gpu-check gpu-wheels clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -63,6 +63,18 @@ $(BRIDGES)/.stamp: pyproject.toml
 bridges: $(BRIDGES)/.stamp  ## Run the tests with kvpress and lm-evaluation-harness
 	HF_HUB_OFFLINE=1 $(BRIDGES)/bin/python -m pytest -q tests/bridge tests/harness
 
+# kvpress by itself runs on transformers 5.2; `hardkv bench` finds it here.
+PEERS := .venv-peers
+$(PEERS)/.stamp: pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "transformers>=5.2,<5.3" accelerate psutil \
+		cachetools "datasets>=2.21" fire requests
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps kvpress==0.5.5
+	touch $@
+
+peers: $(PEERS)/.stamp  ## Only make the environment of kvpress, which `hardkv bench` compares with
+
 # The tests come last, so that their summary is the last line.
 check: lint docs lowest bridges interp aot test  ## Everything that must pass before a change lands: lint, docs, all tests
 
@@ -92,4 +104,4 @@ gpu-wheels:  ## Download what else the GPU check needs, for Python 3.12 on Linux
 		--platform manylinux2014_x86_64 --dest $(GPU_WHEELS) pydantic pyyaml psutil pluggy
 
 clean:  ## Remove the virtual environment and everything generated
-	rm -rf $(VENV) $(LOWEST) $(BRIDGES) $(GPU_WHEELS) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(BRIDGES) $(PEERS) $(GPU_WHEELS) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

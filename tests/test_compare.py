@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 import hardkv.evaluation
 from hardkv.cli import main
-from hardkv.cli.compare import _spread
+from hardkv.cli.command_lines import spread
 from hardkv.evaluation import Row, bundled_texts
 from tests.tiny_models import loaded
 
@@ -79,7 +79,7 @@ def call(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call
 
 
 def test_several_values_after_one_option() -> None:
-    assert _spread(["--texts", "a", "b", "--json", "--only=x", "y"]) == [
+    assert spread(["--texts", "a", "b", "--json", "--only=x", "y"], {"--texts", "--only"}) == [
         *("--texts", "a", "--texts", "b"),
         "--json",
         *("--only=x", "--only", "y"),

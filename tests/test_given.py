@@ -20,7 +20,9 @@ SMALL: dict[str, Any] = {"model": {"dtype": "float32"}, "cache": {"interval": 16
 def test_with_every_token_kept_given_tokens_are_like_prompt_tokens(rules: dict[str, Any]) -> None:
     runtime = HardKVRuntime.from_config({**SMALL, "compression": False}, loaded=loaded())
     prompts = [PROMPT, PROMPT[:40], PROMPT[:33]]
-    plain = runtime.generate([[*ids, *more] for ids, more in zip(prompts, GIVEN, strict=True)], max_new_tokens=20, **rules)
+    plain = runtime.generate(
+        [[*ids, *more] for ids, more in zip(prompts, GIVEN, strict=True)], max_new_tokens=20, **rules
+    )
     given = runtime.generate(prompts, given=GIVEN, max_new_tokens=20, **rules)
     assert [one.token_ids for one in given] == [one.token_ids for one in plain]
     assert [one.text for one in given] == [one.text for one in plain]

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 import hardkv.evaluation.retrieval.running as running
 from hardkv.cli import main
-from hardkv.cli.eval_retrieval import _spread
+from hardkv.cli.command_lines import spread
 from hardkv.config import HardKVConfig
 from hardkv.errors import InputError
 from hardkv.evaluation.retrieval import (
@@ -220,7 +220,7 @@ def test_automatic_difficulty_is_easy_for_a_small_model() -> None:
 
 
 def test_several_values_after_one_option() -> None:
-    assert _spread(["--depths", "0", "1", "--json"]) == ["--depths", "0", "--depths", "1", "--json"]
+    assert spread(["--depths", "0", "1", "--json"], {"--depths"}) == ["--depths", "0", "--depths", "1", "--json"]
 
 
 @pytest.mark.parametrize("after", [[], ["--question-after"]])

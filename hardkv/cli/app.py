@@ -25,6 +25,7 @@ from hardkv.cli import (
     report,
     reporting,
 )
+from hardkv.cli.command_lines import ManyValues, Remembered
 from hardkv.cli.session import Debug, Session
 
 _EPILOG = (
@@ -42,9 +43,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command("generate")(generate.generate)
-app.command("compare", cls=compare.ManyValues)(compare.compare)
+app.command("compare", cls=ManyValues)(compare.compare)
 app.command("info")(info.info)
-app.command("inspect", cls=inspect.Remembered)(inspect.inspect)
+app.command("inspect", cls=Remembered)(inspect.inspect)
 app.command("plugins")(plugins.plugins)
 app.command("report")(report.report)
 app.command("new-plugin")(new_plugin.new_plugin)

@@ -11,13 +11,14 @@ from hardkv.cli import bench_options as options
 from hardkv.cli.bench_fidelity import measured_fidelity
 from hardkv.cli.bench_run import finish, over_cases, read_request, running
 from hardkv.cli.bench_tables import table
+from hardkv.cli.command_lines import ManyValues
 from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName
 from hardkv.errors import InputError
 
 app = typer.Typer(help="Measure speed and memory beside peers.", rich_markup_mode=None, no_args_is_help=False)
 
 
-@app.command("decode", cls=options.ManyValues)
+@app.command("decode", cls=ManyValues)
 def decode(
     context: typer.Context,
     preset: options.Preset = "quick",
@@ -78,7 +79,7 @@ def decode(
     finish(found, table(found), as_json, request)
 
 
-@app.command("prefill", cls=options.ManyValues)
+@app.command("prefill", cls=ManyValues)
 def prefill(
     context: typer.Context,
     preset: options.Preset = "quick",
@@ -116,7 +117,7 @@ def prefill(
     finish(found, table(found), as_json, request)
 
 
-@app.command("memory", cls=options.ManyValues)
+@app.command("memory", cls=ManyValues)
 def memory(
     context: typer.Context,
     preset: options.Preset = "quick",

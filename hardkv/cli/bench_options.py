@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
-
-ARGUMENTS = "hardkv.arguments"
-"""Where a call's own arguments are kept, for the result."""
-_MANY = ("--batch", "--context", "--ways", "--presses")
-
-
-class ManyValues(TyperCommand):
-    """Lets an option that may be repeated take several values at once: `--batch 1 4`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[ARGUMENTS] = list(args)
-        return super().parse_args(ctx, spread(args))
-
-
-def spread(arguments: Sequence[str]) -> list[str]:
-    """Repeat an option of several values before each of them."""
-    found: list[str] = []
-    option = None
-    for argument in arguments:
-        if argument.startswith("-"):
-            option = next((many for many in _MANY if argument.split("=")[0] == many), None)
-        elif option is not None and found[-1] != option:
-            found.append(option)
-        found.append(argument)
-    return found
-
 
 Preset = Annotated[
     str,

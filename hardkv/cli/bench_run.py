@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hardkv.cli.bench_options import ARGUMENTS
+from hardkv.cli.command_lines import written
 from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
 from hardkv.cli.session import Session, messages, print_json
 from hardkv.errors import InputError
@@ -55,7 +54,7 @@ def read_request(context: typer.Context, kind: str, given: dict[str, Any]) -> Re
     ways = all_ways(config, folder, plan.mean_tokens, given["presses"] or ["SnapKVPress"], environments)
     if given["ways"]:
         ways = choose_ways(ways, given["ways"])
-    command = shlex.join(["hardkv", "bench", kind, *context.meta[ARGUMENTS]])
+    command = written(context)
     return Request(config, plan, ways, command, given["save"], given["plot"])
 
 

@@ -48,7 +48,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "memory": (
         ("KV MiB", _number("kv_bytes", ".1f", _MIB)),
         ("per sequence", _number("kv_bytes_per_sequence", ".2f", _MIB)),
-        ("sequences that fit", _number("sequences_in_room", ",d")),
+        ("sequences that fit", _number("sequences_in_room", ",.0f")),
         ("process grew MiB", _number("rss_growth_bytes", ".0f", _MIB)),
         ("at most", _number("rss_peak_growth_bytes", ".0f", _MIB)),
         ("GPU peak", _number("device_peak_bytes", ".0f", _MIB)),
@@ -59,10 +59,13 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 
 def table(found: dict[str, Any]) -> Table:
     """One line for each case and way; why a way did not run stands under its name."""
+    turns = found["plan"]["rounds"]
     title = (
         f"{found['model']} in {found['dtype']} on {found['device']}, mean budget {found['mean_budget']:,},"
-        f" interval {found['interval']}, {found['plan']['rounds']} turns each"
+        f" interval {found['interval']}"
     )
+    if found["kind"] != "memory":
+        title += f", {turns} turn{'s' if turns > 1 else ''} each"
     made = Table(title=title, caption=_caption(found), title_justify="left", caption_justify="left")
     made.box, made.pad_edge = box.SIMPLE_HEAD, False
     made.add_column("batch x context", no_wrap=True)

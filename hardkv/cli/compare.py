@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from hardkv.cli.command_lines import written
 from hardkv.cli.comparing import load, measure_all, write_files
 from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
 from hardkv.cli.session import (
@@ -28,17 +27,6 @@ from hardkv.errors import InputError
 if TYPE_CHECKING:
     from hardkv.config.settings import CacheSettings, HardKVConfig
     from hardkv.registry import Registry
-
-_MANY = ("--texts", "--only", "--budgets")
-_ARGUMENTS = "hardkv.arguments"
-
-
-class ManyValues(TyperCommand):
-    """Lets an option that may be repeated take several values at once: `--texts a.txt b.txt`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, _spread(args))
 
 
 def compare(
@@ -126,7 +114,7 @@ def compare(
     session.generating = True
     bench = Bench(loaded, settings, registry, workload, mean_budget)
     reference, rows, complete = measure_all(bench, methods)
-    command = shlex.join(["hardkv", "compare", *context.meta[_ARGUMENTS]])
+    command = written(context)
     found = report(command, bench, reference, rows, complete)
     if as_json:
         print_json(found)
@@ -135,19 +123,6 @@ def compare(
     write_files(found, save, plot)
     if not complete:
         raise KeyboardInterrupt
-
-
-def _spread(arguments: Sequence[str]) -> list[str]:
-    """Repeat an option of several values before each of them."""
-    spread: list[str] = []
-    option = None
-    for argument in arguments:
-        if argument.startswith("-"):
-            option = next((many for many in _MANY if argument.split("=")[0] == many), None)
-        elif option is not None and spread[-1] != option:
-            spread.append(option)
-        spread.append(argument)
-    return spread
 
 
 def _check_files(texts: Sequence[Path], save: Path | None, plot: Path | None) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from hardkv.cli.command_lines import written
 from hardkv.cli.comparing import load, write_files
 from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
 from hardkv.cli.eval_math_run import Plan, answer_all, found_so_far, open_arms
@@ -30,16 +29,6 @@ from hardkv.errors import HardKVError, InputError, did_you_mean
 if TYPE_CHECKING:
     from hardkv.config import LoadedConfig
     from hardkv.evaluation.maths import Preset, Problems, Scorer
-
-_ARGUMENTS = "hardkv.arguments"
-
-
-class Recorded(TyperCommand):
-    """Keeps the arguments as they were written, for the result."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
 
 
 def math(
@@ -130,7 +119,7 @@ def math(
         assert session is not None
         session.generating = True
         failed, interrupted = answer_all(plan, arms)
-        command = shlex.join(["hardkv", "eval", "math", *context.meta[_ARGUMENTS]])
+        command = written(context)
         found = found_so_far(command, plan, arms, failed)
     print_json(found) if as_json else output().print(math_table(found))
     write_files(found, save, None)

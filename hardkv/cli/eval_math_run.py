@@ -149,6 +149,7 @@ def found_so_far(command: str, plan: Plan, arms: Sequence[Arm], failed: dict[str
     samples = {arm.cache: arm.samples() for arm in arms}
     question, answer = plan.problems.fields
     return {
+        "kind": "math",
         "command": command,
         "complete": all(len(samples[arm.cache]) == len(arm.tasks) for arm in arms),
         "data": plan.source,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from hardkv.cli.command_lines import written
 from hardkv.cli.comparing import load
 from hardkv.cli.configuring import parse_assignments, read_configuration
 from hardkv.cli.eval_retrieval_run import answer_all, check_files, heat_map, report, write
@@ -18,17 +16,6 @@ from hardkv.errors import HardKVError, InputError
 
 if TYPE_CHECKING:
     from hardkv.evaluation.retrieval import Plan
-
-_MANY = ("--tasks", "--contexts", "--depths", "--against")
-_ARGUMENTS = "hardkv.arguments"
-
-
-class ManyValues(TyperCommand):
-    """Lets an option that may be repeated take several values at once: `--contexts 1024 4096`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, _spread(args))
 
 
 def retrieval(
@@ -120,7 +107,7 @@ def retrieval(
     session = context.find_object(Session)
     assert session is not None
     answers, methods, complete = answer_all(trial, plan, chat, mean_budget, against or [], session)
-    command = shlex.join(["hardkv", "eval", "retrieval", *context.meta[_ARGUMENTS]])
+    command = written(context)
     found = report(command, trial, plan, methods, answers, complete)
     if as_json:
         print_json(found)
@@ -138,16 +125,3 @@ def _check_lengths(plan: Plan, positions: int) -> None:
     longest = max(plan.contexts)
     if longest >= positions:
         raise InputError(f"--contexts {longest}: the model has {positions} positions, and answers need some")
-
-
-def _spread(arguments: Sequence[str]) -> list[str]:
-    """Repeat an option of several values before each of them."""
-    spread: list[str] = []
-    option = None
-    for argument in arguments:
-        if argument.startswith("-"):
-            option = next((many for many in _MANY if argument.split("=")[0] == many), None)
-        elif option is not None and spread[-1] != option:
-            spread.append(option)
-        spread.append(argument)
-    return spread

@@ -93,6 +93,7 @@ def report(
 
     config = trial.config
     return {
+        "kind": "retrieval",
         "command": command,
         "complete": complete,
         "model": config.model.id,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from hardkv.cli.command_lines import written
 from hardkv.cli.configuring import Assignment, parse_assignments
 from hardkv.cli.generate import _build, _prefill_bar
 from hardkv.cli.prompting import read_prompt
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
     from hardkv.runtime import HardKVRuntime
 
 _SHORTCUTS = ("model.id", "budget.mean_tokens", "generation.max_new_tokens")
-_ARGUMENTS = "hardkv.arguments"
-
-
-class Remembered(TyperCommand):
-    """Keeps the command line as it was given, to say later how a result was made."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
 
 
 def inspect(
@@ -132,7 +122,7 @@ def inspect(
     session = context.find_object(Session)
     assert session is not None
     trace = _record(runtime, text, chat, every, session)
-    found = _found(shlex.join(["hardkv", "inspect", *context.meta[_ARGUMENTS]]), runtime, trace)
+    found = _found(written(context), runtime, trace)
     if as_json:
         print_json(found)
     else:

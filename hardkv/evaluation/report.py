@@ -41,6 +41,7 @@ def report(command: str, bench: Bench, reference: Reference, rows: Sequence[Row]
     """The comparison for JSON; `complete`: whether every method had its turn."""
     config, workload = bench.config, bench.workload
     return {
+        "kind": "compare",
         "command": command,
         "complete": complete,
         "model": config.model.id,
