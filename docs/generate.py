@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 
+from hardkv.cli.app import app
 from hardkv.config import HardKVConfig, default_yaml
 from hardkv.registry import Registered, load_registry
 
@@ -307,11 +309,38 @@ def _plain_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
     return "\n".join([f"| {heads} |", "|" + "---|" * len(columns), *lines])
 
 
+def _commands() -> str:
+    """Every command with every option, as `--help` has it."""
+
+    def write(command: Any, path: str) -> list[str]:
+        parts = []
+        shown = [each for each in command.params if each.name not in ("install_completion", "show_completion")]
+        if shown and not getattr(command, "commands", None):
+            rows = [_flag(each) for each in shown]
+            summary = inspect.cleandoc(command.help or "").split("\n")[0]
+            parts.append(f"### `{path}`\n\n{summary}\n\n| option | what it does |\n|---|---|\n" + "\n".join(rows))
+        for name, inner in getattr(command, "commands", {}).items():
+            parts += write(inner, f"{path} {name}")
+        return parts
+
+    return "\n\n".join(write(typer.main.get_command(app), "hardkv"))
+
+
+def _flag(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+    if parameter.param_type_name == "argument":
+        names = f"`{parameter.metavar or parameter.name.upper()}`"
+    elif parameter.metavar:
+        names = f"{names} `{parameter.metavar}`"
+    return f"| {names} | {parameter.help or ''} |".replace("\n", " ")
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "default_yaml": _default_yaml,
     "settings": _settings,
     "measurements": measurements,
     "compare": _compare,
+    "commands": _commands,
     "kernels_aot": _kernels_aot,
     "gpu_check": _gpu_check,
     **{f"{slot}s": _catalogue(slot) for slot in ("scorer", "calibrator", "budget", "regularizer", "condenser")},

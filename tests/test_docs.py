@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
 import hardkv
-from hardkv import errors
+from hardkv import errors, hookspecs
 from hardkv.cli.app import app as cli_app
 from hardkv.cli.config import app as config_app
 from hardkv.config import HardKVConfig, load_config
@@ -161,6 +163,37 @@ def test_every_error_says_when_it_is_raised() -> None:
 
 def test_the_numbers_of_the_readme_are_those_of_the_result_files() -> None:
     assert generator().measurements() in (ROOT / "README.md").read_text()
+
+
+def test_every_flag_is_in_the_command_line_page(rendered: dict[str, str]) -> None:
+    page, seen = rendered["command_line.md"], 0
+
+    def check(command: Any, path: str) -> None:
+        nonlocal seen
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            section = page.split(f"### `{path}`\n")[1].split("\n### ")[0]
+            for parameter in command.params:
+                assert all(f"`{name}`" in section for name in parameter.opts if name.startswith("-")), parameter.name
+                assert parameter.help in section
+                seen += 1
+        for name, one in (inner or {}).items():
+            check(one, f"{path} {name}")
+
+    check(typer.main.get_command(cli_app), "hardkv")
+    assert seen > 100
+
+
+def test_every_hook_and_error_has_its_place(rendered: dict[str, str]) -> None:
+    hooks = [name for name, value in vars(hookspecs).items() if hasattr(value, "hardkv_spec")]
+    assert hooks == ["hardkv_components"]
+    for hook in hooks:
+        assert f"def {hook}(" in rendered["write_a_plugin.md"]
+        assert hook in rendered["write_a_plugin.md"]
+    raised = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+    assert "PluginError" in raised
+    for name in raised:
+        assert f"| `{name}` |" in rendered["interfaces.md"], name
 
 
 def test_every_command_is_in_the_command_line_page() -> None:
