@@ -37,6 +37,7 @@ SCORERS: dict[str, ImportanceScorer] = {
     "attention_max": Attention(Attention.Config(reduce="max")),
     "attention_power": AttentionPower(),
     "attention_power_6": AttentionPower(AttentionPower.Config(power=6.0, decay=0.9, value_weight=False)),
+    "attention_power_plain": AttentionPower(AttentionPower.Config(reach=0, layer_weight=0.0)),
     "window_max_online": WindowMax(),
     "window_max": WindowMax(WindowMax.Config(online=False)),
     "snapkv": SnapKV(SnapKV.Config(rows=3)),
@@ -232,22 +233,43 @@ def test_rkv_never_holds_the_whole_similarity() -> None:
 
 
 @QUICK
-@given(SEEDS, st.sampled_from([(4.0, 0.98), (1.0, 1.0), (2.5, 0.5)]), st.booleans())
-def test_attention_power_formula(seed: int, shape: tuple[float, float], value_weight: bool) -> None:
-    power, decay = shape
+@given(
+    SEEDS,
+    st.sampled_from([(4.0, 0.98), (1.0, 1.0), (2.5, 0.5)]),
+    st.booleans(),
+    st.sampled_from([(4, 0.2), (0, 0.5), (1, 1.0), (30, 0.7)]),
+    st.sampled_from([0.5, 0.0, 1.3]),
+)
+def test_attention_power_formula(
+    seed: int, shape: tuple[float, float], value_weight: bool, lending: tuple[int, float], layer_weight: float
+) -> None:
+    (power, decay), (reach, lend) = shape, lending
     view, steps = make_view(seed), random_steps(seed)
-    scorer = AttentionPower(AttentionPower.Config(power=power, decay=decay, value_weight=value_weight))
+    scorer = AttentionPower(
+        AttentionPower.Config(
+            power=power, decay=decay, value_weight=value_weight, reach=reach, lend=lend, layer_weight=layer_weight
+        )
+    )
 
     def formula(b: int, h: int, slots: list[int]) -> dict[int, float]:
         values = view.values[b, h].double()
         mean = sum(values[j] for j in slots) / len(slots)
-        scores = {}
+        own = {}
         for j in slots:
             gathered = 0.0
             for r in range(5):
                 powers = [max(float(steps[b, h, a, r, j]), 1e-8) ** power for a in range(3)]
                 gathered = decay * gathered + sum(powers) / 3
-            scores[j] = gathered ** (1 / power) * (float((values[j] - mean).norm()) if value_weight else 1.0)
+            own[j] = gathered ** (1 / power)
+        scores = {}
+        for j in slots:
+            best = own[j]
+            for i in slots:
+                distance = int(view.positions[b, h, j] - view.positions[b, h, i])
+                if 1 <= distance <= reach:
+                    best = max(best, own[i] * lend * (1 - (distance - 1) / reach))
+            weight = float((values[j] - mean).norm()) if value_weight else 1.0
+            scores[j] = best * weight / (3 + 1) ** layer_weight  # the view is of layer 3
         return scores
 
     assert_scores(scorer.score(replace(view, statistic=decode(scorer, steps))), by_head(view, formula))

@@ -1,4 +1,4 @@
-"""Scorer `attention_power`: a power mean of attention over a whole round, times what the value adds."""
+"""Scorer `attention_power`: a power mean of attention over a round, lent to followers, times what the value adds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _SMALLEST_POWER = 1e-36
 class AttentionPower(OnlineScorer):
     """Power sum of attention over the queries of a round, weighted by how far a value stands from the mean value.
 
-    Each step: `x_j <- decay * x_j + mean_a p[a, j] ** power`. At the round:
-    `s_j = x_j ** (1 / power) * |v_j - mean v|`, the norm over D, the mean over the head's valid slots.
+    Each step: `x_j <- decay * x_j + mean_a p[a, j] ** power`. At the round, with `y_j = x_j ** (1 / power)`:
+    `s_j = max_d y_{j - d} w_d * |v_j - mean v| / r_l ** layer_weight`, where `j - d` is the slot `d` positions before,
+    `w_0 = 1` and `w_d = lend * (1 - (d - 1) / reach)` for d from 1 to `reach`. The norm is over D, the mean over the
+    head's valid slots.
     A high power comes close to the maximum over queries, but lets repeated use count.
+    A token lends to those that follow it because heads that copy read it first and them next: queries to come.
+    `r_l` is the layer's place, from 1 for the lowest layer: what higher layers add falls into a larger residual stream.
     `p` is clamped from below (1e-8 at power 4), so a token that nobody reads scores about 1e-8, not 0.
 
     Ours.
@@ -48,6 +52,22 @@ class AttentionPower(OnlineScorer):
             default=True,
             description="Multiply by |v - mean v|: a token whose value is the mean changes no output.",
         )
+        reach: int = Field(
+            default=8,
+            ge=0,
+            le=64,
+            description="Positions after a token that it lends its attention to: words and numbers are read in order;"
+            " 0 lends to none.",
+        )
+        lend: float = Field(
+            default=0.2, ge=0.0, le=1.0, description="Share of its attention that a token lends to the next one."
+        )
+        layer_weight: float = Field(
+            default=0.5,
+            ge=0.0,
+            le=2.0,
+            description="Power of the layer's place that divides its scores; 0 treats all layers alike.",
+        )
 
     config: Config
 
@@ -63,10 +83,29 @@ class AttentionPower(OnlineScorer):
 
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""
-        scores = statistic.masked_fill(~view.valid, 0.0).pow(1.0 / self.config.power)
+        scores = self._lent(statistic.masked_fill(~view.valid, 0.0).pow(1.0 / self.config.power), view)
         if self.config.value_weight:
             scores = scores * _value_distance(view)
-        return scores[:, :, None]
+        if len(view.layers) == 1:  # it stands for all rows
+            return (scores / self._divisor(view.layers[0]))[:, :, None]
+        return torch.stack([row / self._divisor(layer) for row, layer in zip(scores, view.layers, strict=True)])[
+            :, :, None
+        ]
+
+    def _divisor(self, layer: int) -> float:
+        return float((layer + 1) ** self.config.layer_weight)
+
+    def _lent(self, scores: Tensor, view: ScoreView) -> Tensor:
+        """The larger of a token's own score and what those before it lend, `[B, H, N]`."""
+        reach, lend = self.config.reach, self.config.lend
+        found = scores.clone()
+        for slots in range(1, min(reach, scores.shape[-1] - 1) + 1 if lend else 1):
+            # Slots are in position order, with gaps: it is the positions that count.
+            distance = view.positions[..., slots:] - view.positions[..., :-slots]
+            near = (distance >= 1) & (distance <= reach)
+            share = (lend * (1.0 - (distance - 1).float() / max(reach, 1))).masked_fill(~near, 0.0)
+            torch.maximum(found[..., slots:], scores[..., :-slots] * share, out=found[..., slots:])
+        return found.masked_fill(~view.valid, 0.0)
 
     @property
     def _floor(self) -> float:
