@@ -223,7 +223,7 @@ def test_several_values_after_one_option() -> None:
     assert spread(["--depths", "0", "1", "--json"], {"--depths"}) == ["--depths", "0", "--depths", "1", "--json"]
 
 
-@pytest.mark.parametrize("after", [[], ["--question-after"]])
+@pytest.mark.parametrize("after", [[], ["--compress-before", "last"], ["--compress-before", "question"]])
 def test_with_an_unlimited_budget_answers_are_those_of_the_full_cache(call: Call, after: list[str]) -> None:
     result = call("--mean-budget", "2000", "--json", *after)
     assert result.code == 0, result.err
@@ -236,14 +236,21 @@ def test_with_an_unlimited_budget_answers_are_those_of_the_full_cache(call: Call
 
 def test_the_question_is_read_before_or_after_the_compression(call: Call) -> None:
     before = json.loads(call("--json").out)
-    after = json.loads(call("--json", "--question-after").out)
-    for found, fed in ((before, 1), (after, 100)):
+    last = json.loads(call("--json", "--compress-before", "last").out)
+    after = json.loads(call("--json", "--compress-before", "question").out)
+    for found, fed in ((before, 0), (last, 1), (after, 100)):
         compressed = [one for one in found["answers"] if one["method"] == "config"]
         assert all(one["mean_tokens"] == pytest.approx(64, rel=0.05) for one in compressed)
         full = [one for one in found["answers"] if one["method"] == FULL]
         assert all(one["mean_tokens"] <= one["prompt_tokens"] - fed for one in full)
-    hashes = [[one["prompt_hash"] for one in found["answers"]] for found in (before, after)]
-    assert hashes[0] == hashes[1]
+    hashes = [[one["prompt_hash"] for one in found["answers"]] for found in (before, last, after)]
+    assert hashes[0] == hashes[1] == hashes[2]
+
+
+def test_an_unknown_moment_is_refused(call: Call) -> None:
+    result = call("--compress-before", "lats")
+    assert result.code == 2
+    assert "--compress-before lats: expected one of answer, last, question. Did you mean 'last'?" in result.err
 
 
 def test_tables_files_and_picture(call: Call, tmp_path: Path) -> None:

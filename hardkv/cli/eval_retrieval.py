@@ -12,10 +12,10 @@ from hardkv.cli.comparing import load
 from hardkv.cli.configuring import parse_assignments, read_configuration
 from hardkv.cli.eval_retrieval_run import answer_all, check_files, heat_map, report, write
 from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName, Session, output, print_json
-from hardkv.errors import HardKVError, InputError
+from hardkv.errors import HardKVError, InputError, did_you_mean
 
 if TYPE_CHECKING:
-    from hardkv.evaluation.retrieval import Plan
+    from hardkv.evaluation.retrieval import Before, Plan
 
 
 def retrieval(
@@ -49,10 +49,15 @@ def retrieval(
     difficulty: Annotated[
         str, typer.Option(help="easy, normal, hard; auto is easy for models below a billion parameters, else normal.")
     ] = "auto",
-    question_after: Annotated[
-        bool,
-        typer.Option("--question-after", help="Compress the text before the question is read, so that none helps it."),
-    ] = False,
+    compress_before: Annotated[
+        str,
+        typer.Option(
+            metavar="answer|last|question",
+            help="Compress before the answer, as 'hardkv generate' does: its first token then comes from the prefill,"
+            " which attends everything. 'last' reads the prompt's last token after that, 'question' the whole question,"
+            " so that none of it helps.",
+        ),
+    ] = "answer",
     mean_budget: Annotated[
         int | None,
         typer.Option(
@@ -98,7 +103,7 @@ def retrieval(
         depths=tuple(dict.fromkeys(depths or [0.0, 0.25, 0.5, 0.75, 1.0])),
         samples=samples,
         difficulty=chosen_difficulty(difficulty, loaded),
-        question_after=question_after,
+        compress_before=_before(compress_before),
         batch=batch,
         seed=ready.config.seed,
     )
@@ -125,3 +130,12 @@ def _check_lengths(plan: Plan, positions: int) -> None:
     longest = max(plan.contexts)
     if longest >= positions:
         raise InputError(f"--contexts {longest}: the model has {positions} positions, and answers need some")
+
+
+def _before(name: str) -> Before:
+    """Check `--compress-before`."""
+    known: tuple[Before, ...] = ("answer", "last", "question")
+    for one in known:
+        if name == one:
+            return one
+    raise InputError(f"--compress-before {name}: expected one of {', '.join(known)}.{did_you_mean(name, known)}")

@@ -118,7 +118,12 @@ def heat_map(found: dict[str, Any]) -> Group:
         for cell in found["cells"]
     }
     columns = [(row["method"], tokens) for row in found["summary"] for tokens in plan["contexts"]]
-    after = ", compressed before the question is read" if plan["question_after"] else ""
+    before = {
+        "answer": "",
+        "last": ", compressed before the last token",
+        "question": ", compressed before the question",
+    }
+    after = before[plan["compress_before"]]
     parts: list[Any] = [Text(f"{found['model']} in {found['dtype']}, {plan['difficulty']}{after}")]
     for task in plan["tasks"]:
         table = Table(title=task, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

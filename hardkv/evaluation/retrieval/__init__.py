@@ -6,6 +6,7 @@ from hardkv.evaluation.retrieval.building import Frame, Sample, build, read_fram
 from hardkv.evaluation.retrieval.running import (
     FULL,
     Answer,
+    Before,
     Plan,
     Trial,
     cells,
@@ -23,6 +24,7 @@ __all__ = [
     "FULL",
     "TASKS",
     "Answer",
+    "Before",
     "Difficulty",
     "Frame",
     "Plan",

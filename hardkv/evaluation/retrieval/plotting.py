@@ -29,7 +29,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         panel.set_xlabel("tokens of the prompt")
     if image is not None:
         figure.colorbar(image, ax=panels, label="accuracy", shrink=0.8)
-    after = "compressed before the question" if plan["question_after"] else "compressed with the question"
+    after = f"compressed before the {plan['compress_before']}".replace("the last", "the last token")
     figure.suptitle(f"{found['model']}, {found['dtype']}, {plan['difficulty']}, {after}", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from hardkv.config import HardKVConfig, resolve
 from hardkv.errors import InputError
@@ -24,6 +24,9 @@ FULL = "full cache"
 _SMALL_PARAMETERS = 1_000_000_000
 
 
+Before = Literal["answer", "last", "question"]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which samples are asked, and how."""
@@ -35,7 +38,8 @@ class Plan:
     samples: int
     """Of each task, context and depth."""
     difficulty: str
-    question_after: bool
+    compress_before: Before
+    """What is read after the compression: nothing of the prompt, its last token, or the whole question."""
     """Compress the text before the question is read; else the prompt is compressed with the question at its end."""
     batch: int
     """Prompts that are generated for together."""
@@ -98,8 +102,7 @@ class Trial:
         runtime = self.runtime(method)
         rest = iter(samples)
         while batch := list(islice(rest, plan.batch)):
-            # The first new token comes from the prefill, which attends everything; so at least one token is given.
-            split = [len(sample.context_ids) if plan.question_after else -1 for sample in batch]
+            split = [_split(sample, plan.compress_before) for sample in batch]
             answers = runtime.generate(
                 [sample.prompt_ids[:at] for sample, at in zip(batch, split, strict=True)],
                 given=[sample.prompt_ids[at:] for sample, at in zip(batch, split, strict=True)],
@@ -108,6 +111,12 @@ class Trial:
             yield [_answer(name, *pair) for pair in zip(batch, answers, strict=True)]
             done(len(batch))
         runtime.reset()
+
+
+def _split(sample: Sample, before: Before) -> int:
+    """How many of a sample's tokens are read before the compression."""
+    whole = len(sample.prompt_ids)
+    return {"answer": whole, "last": whole - 1, "question": len(sample.context_ids)}[before]
 
 
 def chosen_difficulty(name: str, loaded: LoadedModel) -> str:
