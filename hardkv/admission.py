@@ -143,7 +143,7 @@ class Admission:
         total = sum(windows) * slot
         if self.parts is not None and self.parts.needs_queries:
             query = geometry.heads * geometry.group * geometry.head_dim * item
-            if self.parts.scorer.needs_hidden_states:
+            if self.parts.holds_hidden_states:
                 query += geometry.hidden_size * item
             total += self.layers * self.settings.query_rows * query + self.settings.query_rows * 8
         if self.settings.condensed_slots and not self.store_slots:

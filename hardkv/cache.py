@@ -15,7 +15,8 @@ from hardkv.compression import Compressor, Decision
 from hardkv.config import CacheSettings, Components
 from hardkv.costs import DeviceCosts
 from hardkv.decode_step import DecodeStep
-from hardkv.errors import CapacityError, HardKVError
+from hardkv.errors import CapacityError, HardKVError, PluginError
+from hardkv.faults import named, shown
 from hardkv.graph import bucket_of
 from hardkv.interfaces import CacheTier
 from hardkv.memory import PagePool
@@ -109,7 +110,7 @@ class CascadeCache:
         )
         if self.parts is not None and self.parts.needs_queries:
             rows = settings.query_rows
-            hidden = geometry.hidden_size if self.parts.scorer.needs_hidden_states else 0
+            hidden = geometry.hidden_size if self.parts.holds_hidden_states else 0
             self.ring = QueryRing(layers, lanes, heads, geometry.group, rows, head_dim, dtype, device, hidden)
         windows = {layer: window for layer, window in enumerate(geometry.windows) if window is not None}
         rows = bucket_of(lanes)
@@ -183,6 +184,9 @@ class CascadeCache:
         if self.parts is not None:
             with blaming("condenser", self.parts.condenser):
                 last = self.parts.condenser.fresh()
+            if not isinstance(last, CacheTier):
+                what = named("condenser", self.parts.condenser)
+                raise PluginError(f"{what} gave {shown(last)} as a fresh tier; expected a CacheTier")
         lane = self._free_lanes.pop(0)
         settings = self.settings
         cascade = Cascade(self.pool, lane, settings.sinks, settings.local_window, settings.interval, last)

@@ -174,8 +174,13 @@ class Compressor:
         one, other = self.layers[first], self.layers[second]
         sinks = one.sink_logits is not None or other.sink_logits is not None
         turns = [self.geometry.frequencies[each.layer] for each in (one, other) if self.geometry.frequencies]
-        lengths = {None if turn is None else len(turn) for turn in turns}
-        return len(lengths) < 2 and not sinks and (one.scaling, one.softcap) == (other.scaling, other.softcap)
+        weights = [self.geometry.output_weights[each.layer] for each in (one, other) if self.geometry.output_weights]
+        if (
+            len({None if turn is None else len(turn) for turn in turns}) > 1
+            or len({weight is None for weight in weights}) > 1
+        ):
+            return False
+        return not sinks and (one.scaling, one.softcap) == (other.scaling, other.softcap)
 
     def _view(self, cascade: Cascade, resident: Resident, group: slice) -> ScoreView:
         settings = self.layers[group.start]

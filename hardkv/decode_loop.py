@@ -34,12 +34,14 @@ class DecodeLoop:
         self.overlap = Overlap(cache)
         self._server = _StepServer(cache)
         self._generation = -1
+        self._eager: set[tuple[int, bool, bool]] = set()
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Follow the cache, whose buffers may be new ones."""
         if self._generation != self.cache.generation:
             self.graphs.clear()
+            self._eager.clear()
             lanes = self.cache.step.nobody
             self.tokens = torch.zeros(lanes + 1, dtype=torch.int64, device=self.decoder.device)
             self.sampler = Sampler(lanes, self.vocabulary, self.decoder.device)
@@ -89,11 +91,14 @@ class DecodeLoop:
         if graphs.captures and not step.capturable:
             chosen, logits = body()
         else:
-            if graphs.lacks(key):
+            if graphs.lacks(key) and key not in self._eager:
                 step.bind([], rows)
                 graphs.capture(key, body)
+                if step.failed_for_nobody:  # a replay could not tell whose sequence a plugin fails for
+                    graphs.drop(key)
+                    self._eager.add(key)
                 step.bind(batch, rows)
-            chosen, logits = graphs.run(key, body)
+            chosen, logits = body() if key in self._eager else graphs.run(key, body)
         step.advance()
         return chosen[: len(batch)], logits[: len(batch)]
 

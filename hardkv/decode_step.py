@@ -52,6 +52,8 @@ class DecodeStep:
         self.statistic = OnlineStatistic(pool, scorer if isinstance(scorer, OnlineScorer) else None, group, rows)
         self.entry = scorer if isinstance(scorer, EntryScorer) else None
         self.failures: dict[int, HardKVError] = {}
+        self.failed_for_nobody = False
+        """A plugin failed for rows that stand for nobody, as it would unseen in every replay of a graph."""
         self._bound: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
         self.batch: list[Cascade] = []
 
@@ -72,6 +74,7 @@ class DecodeStep:
         """Let the first rows stand for the sequences of `batch`, and the others, up to `rows`, for nobody."""
         rows = len(batch) if rows is None else rows
         self.failures.clear()
+        self.failed_for_nobody = False
         self.tables.refresh()
         self._write_counters(batch)
         # The step counts on the device, `advance` on the host: if one fails in between, the next step writes them anew.
@@ -192,6 +195,8 @@ class DecodeStep:
         for row, error in failures.items():
             if row < len(self.batch):
                 self.failures.setdefault(self.batch[row].lane, error)
+            else:
+                self.failed_for_nobody = True
 
     def _score_entering(self, scorer: EntryScorer, index: int, call: AttentionCall, query: Tensor) -> None:
         """Score the rows' new tokens, once and for all."""

@@ -72,6 +72,10 @@ class Graphs:
         graph.replay()
         return answer
 
+    def drop(self, key: Hashable) -> None:
+        """Forget one graph."""
+        self._graphs.pop(key, None)
+
     def clear(self) -> None:
         """Forget every graph: the buffers that they refer to are gone."""
         self._graphs.clear()

@@ -153,7 +153,8 @@ class HardKVCache(BridgeCache):
             )
         self._cache.prepare(pages, batch, self._cache.admission.head_pages(room))
         try:
-            self._rows = [self._cache.open(room) for _ in range(batch)]
+            for _ in range(batch):
+                self._rows.append(self._cache.open(room))
         except HardKVError:
             self.reset()
             raise

@@ -106,8 +106,9 @@ class OnlineStatistic:
                 self.scorer.update(updated, given)
             statistic.copy_(torch.where(ours[:, None], updated, statistic))
             return {}
-        except HardKVError:
-            pass
+        except HardKVError as error:
+            if statistic.is_cuda and torch.cuda.is_current_stream_capturing():
+                return dict.fromkeys(range(self._owners // self.pool.heads), error)
         failures: dict[int, HardKVError] = {}
         for row in range(self._owners // self.pool.heads):
             mine = ours & (owner // self.pool.heads == row)

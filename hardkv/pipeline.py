@@ -14,6 +14,8 @@ from hardkv.faults import named, repair, shown
 from hardkv.interfaces import CacheTier, Component, EntryScorer
 from hardkv.types import Claims, CostModel, EnteringTokens, Layout, Limits, ScoreView, Selection, TokenBatch
 
+_COUNTS = (torch.int64, torch.int32)
+
 
 def claim(
     parts: Components, view: ScoreView, protected: Tensor, states: Sequence[dict[str, Tensor]]
@@ -113,7 +115,7 @@ def count(parts: Components, claims: Claims, limits: Limits) -> tuple[Claims, Te
     pooled = _pool(parts.regularizer.mode, claims)
     with blaming("budget", parts.budget):
         counts = parts.budget.counts(pooled, limits)
-    _check_shape("budget", parts.budget, "counts [L, H]", counts, claims.value.shape[:2])
+    _check_shape("budget", parts.budget, "counts [L, H]", counts, claims.value.shape[:2], _COUNTS)
     # What was reserved for the sequence is held to, and what is protected is kept, whatever the budget says.
     protected = (claims.protected & claims.valid).sum(-1)
     return pooled, torch.maximum(torch.minimum(counts, protected.clamp(min=limits.upper)), protected)
@@ -126,9 +128,10 @@ def lay_out(parts: Components, keep: Tensor, valid: Tensor, cost: CostModel, lim
         layout = parts.regularizer.layout(selection, cost, limits)
     if not isinstance(layout, Layout):
         raise PluginError(f"{named('regularizer', parts.regularizer)} gave {shown(layout)}; expected a hardkv.Layout")
-    _check_shape("regularizer", parts.regularizer, "keep [L, H, N]", layout.keep, keep.shape)
-    for what, found in (("rewrite", layout.rewrite), ("reserve_slots", layout.reserve_slots)):
-        _check_shape("regularizer", parts.regularizer, f"{what} [L, H]", found, keep.shape[:2])
+    heads = keep.shape[:2]
+    _check_shape("regularizer", parts.regularizer, "keep [L, H, N]", layout.keep, keep.shape, (torch.bool,))
+    _check_shape("regularizer", parts.regularizer, "rewrite [L, H]", layout.rewrite, heads, (torch.bool,))
+    _check_shape("regularizer", parts.regularizer, "reserve_slots [L, H]", layout.reserve_slots, heads, _COUNTS)
     return layout
 
 
@@ -140,6 +143,9 @@ def let_go(condenser: CacheTier, layer: int, tokens: TokenBatch) -> Tensor | Non
         folded = condenser.fold(layer, tokens) if condenser.folds else None
     if folded is not None:
         _check_shape("condenser", condenser, "values [H, N, D]", folded, tokens.values.shape)
+        assert tokens.survivors is not None
+        if not (torch.isfinite(folded).all(-1) | ~tokens.survivors).all():
+            raise PluginError(f"{named('condenser', condenser)} folded values that are not finite; check its weights")
     return folded
 
 
@@ -235,13 +241,23 @@ def _pair(kind: str, component: Component, what: str, answer: object) -> tuple[T
     return answer
 
 
-def _check_shape(kind: str, component: Component, what: str, found: object, expected: Sequence[int]) -> None:
+def _check_shape(
+    kind: str,
+    component: Component,
+    what: str,
+    found: object,
+    expected: Sequence[int],
+    types: Sequence[torch.dtype] = (),
+) -> None:
     if not isinstance(found, Tensor):
         raise PluginError(f"{named(kind, component)} gave {shown(found)} as {what}; expected a tensor")
     if tuple(found.shape) != tuple(expected):
         raise PluginError(
             f"{named(kind, component)} gave {what} of shape {tuple(found.shape)}; expected {tuple(expected)}"
         )
+    if types and found.dtype not in types:
+        names = " or ".join(str(one).removeprefix("torch.") for one in types)
+        raise PluginError(f"{named(kind, component)} gave {what} as {found.dtype}; expected {names}")
 
 
 def _check_scores(scorer: Component, scores: object, view: ScoreView) -> None:

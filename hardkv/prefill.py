@@ -171,10 +171,12 @@ class Prefill:
     def _remember(self, query: Tensor, call: AttentionCall) -> None:
         """Hold what of a chunk's queries `[H, G, S, D]` and hidden states is read once the layer is complete."""
         scorer = None if self.parts is None else self.parts.scorer
-        rows = self.tokens if scorer is not None and scorer.scores_on_entry else self.rows
-        self._queries.append(query[:, :, -rows:])
+        enters = scorer is not None and scorer.scores_on_entry and self.geometry.windows[call.layer] is None
+        rows = self.tokens if enters else self.rows
+        # Copies where they are smaller: a view would hold the whole chunk until the layer is complete.
+        self._queries.append(_newest(query, 2, rows))
         if call.hidden_states is not None:
-            self._hidden.append(call.hidden_states[:, -rows:])
+            self._hidden.append(_newest(call.hidden_states, 1, rows))
 
     def _scores_on_entry(self, layer: PromptLayer, call: AttentionCall) -> Tensor | None:
         """What a scorer that scores on entry gives every token of the prompt, `[H, N]`."""
@@ -237,12 +239,19 @@ class Prefill:
             dropped, survivors = staged.mask & ~keep, staged.mask & keep
             folded = self.drop(index, replace(tokens, mask=dropped, survivors=survivors))
             if folded is not None:
+                folded = folded.to(tokens.values.dtype)
                 staged.values = torch.where(survivors[..., None], folded, tokens.values)[staged.mask]
         staged.shrink(keep)
 
     def _staged_bytes(self) -> int:
         claims = sum(claim.value.nbytes + claim.votes.nbytes for claim in self.claims)
         return claims + sum(staged.nbytes for staged in self.staged)
+
+
+def _newest(tensor: Tensor, axis: int, rows: int) -> Tensor:
+    if tensor.shape[axis] <= rows:
+        return tensor
+    return tensor.narrow(axis, tensor.shape[axis] - rows, rows).clone()
 
 
 def seeded_statistic(scorer: OnlineScorer, view: ScoreView) -> Tensor:

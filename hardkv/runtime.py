@@ -43,6 +43,7 @@ class HardKVRuntime:
         self._vocabulary = int(embeddings.weight.shape[0])
         self._loop = DecodeLoop(self._decoder, self._cache, self._vocabulary, Graphs(self.geometry.device))
         self._overlaps = self.geometry.device.type == "cuda"
+        self._scheduler: Scheduler | None = None
         self._stats = self._empty_stats()
 
     @classmethod
@@ -101,7 +102,8 @@ class HardKVRuntime:
         """Generate for a batch and give each result when it is finished, with its prompt's place in the batch.
 
         `seeds`: one for each prompt, in place of `seed` plus its place. Other arguments and errors as in `generate`;
-        they are checked now, not when the first result is asked for.
+        they are checked now, not when the first result is asked for. There is no `progress` and no
+        `observer`.
         """
         requests, _ = self._requests(prompts, overrides)
         if seeds is not None:
@@ -175,7 +177,7 @@ class HardKVRuntime:
     def _run(
         self, requests: list[Request], progress: Progress | None, observer: Observer | None = None
     ) -> Iterator[Event]:
-        if self._cache.cascades:
+        if self._cache.cascades or (self._scheduler is not None and self._scheduler.busy):
             raise HardKVError("the runtime is already generating; finish or close the running stream first")
         shared = self._cache.admission.shared_bytes
         if shared is None:
@@ -184,6 +186,7 @@ class HardKVRuntime:
             self._prepare_shared(requests, shared)
         self._loop.prepare()
         scheduler = Scheduler(self._loop, self.config.cache.prefill_chunk_tokens, progress, self._overlaps, observer)
+        self._scheduler = scheduler
         ended: list[tuple[Request, SequenceStats]] = []
         try:
             for event in scheduler.run(requests):
@@ -215,10 +218,14 @@ class HardKVRuntime:
                 )
             total = min(len(ids) + settings.max_new_tokens, room) + len(after)
             requests.append(Request(index, ids, settings, (seed + index) % 2**63, ends, total, given=after))
-        shared = self._cache.admission.shared_bytes
-        if shared is not None:
-            self._share_out(requests, shared)
-        self._check_memory(requests)
+        admission = self._cache.admission
+        before = admission.share_tokens
+        try:
+            if admission.shared_bytes is not None:
+                self._share_out(requests, admission.shared_bytes)
+            self._check_memory(requests)
+        finally:
+            admission.share_tokens = before  # a check leaves no trace: sequences of another call may be running
         return requests, read.single
 
     def _given(self, given: Any, count: int) -> list[list[int]]:
@@ -226,7 +233,16 @@ class HardKVRuntime:
             return [[] for _ in range(count)]
         if not isinstance(given, Sequence) or len(given) != count:
             raise InputError(f"given: expected one list of token ids for each of {count} prompts, got {given!r}"[:200])
-        return [read_prompts(list(ids), self.tokenizer, self._vocabulary).token_ids[0] if ids else [] for ids in given]
+        return [self._given_ids(ids) for ids in given]
+
+    def _given_ids(self, ids: Any) -> list[int]:
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        fits = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+        if not fits or not all(type(one) is int and 0 <= one < self._vocabulary for one in ids):
+            raise InputError(
+                f"given: expected token ids from 0 to {self._vocabulary - 1} after each prompt, got {ids!r}"[:200]
+            )
+        return list(ids)
 
     def _end_ids(self) -> frozenset[int]:
         named = getattr(self.model.generation_config, "eos_token_id", None)

@@ -111,6 +111,11 @@ class Scheduler:
         self.step_seconds: list[float] = []
         self.kv_bytes = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or run; between two events none may be open and more to come."""
+        return bool(self.waiting or self.running)
+
     def run(self, requests: list[Request]) -> Iterator[Event]:
         """Give events as they come; a request that fails ends with an error event and the others go on."""
         self.waiting.extend(requests)
@@ -118,6 +123,8 @@ class Scheduler:
             while self.waiting or self.running:
                 while self.waiting and self.cache.has_room(self.waiting[0].max_tokens):
                     yield from self._admit(self.waiting.popleft())
+                if self.waiting and not self.running:
+                    raise HardKVError("no place is left for a prompt that fitted before: the cache has been resized")
                 yield from self._step()
         finally:
             self.overlap.abandon()

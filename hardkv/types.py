@@ -35,7 +35,7 @@ class ScoreView:
     statistic: Tensor | None = None  # [B, H, N] float32, what an online scorer gathered
     sink_logits: Tensor | None = None  # [H, G] float32, learned attention-sink logits (gpt-oss)
     hidden_states: Tensor | None = None  # [B, W, M], the attention layer's inputs at `query_positions`
-    output_weights: tuple[Tensor, ...] = ()  # [M, H*G*D], the output projection of each row of B
+    output_weights: tuple[Tensor, ...] = ()  # [M, H*G*D], the output projection of each row of B; empty if not known
     frequencies: Tensor | None = None  # [B, F] float32, radians per position of the rotary pairs (i, i + F), 0 = still
     modules: tuple[nn.Module, ...] = ()  # the attention module of each row of B, as transformers built it
 
@@ -265,10 +265,11 @@ class ModelGeometry:
     def facts(self, layers: Sequence[int]) -> LayerFacts:
         """What a `ScoreView` says of some layers, by the names it has there."""
         weights = [self.output_weights[layer] for layer in layers if self.output_weights]
+        plain = [weight for weight in weights if weight is not None]
         turns = [self.frequencies[layer] for layer in layers if self.frequencies]
         known = [turn for turn in turns if turn is not None]
         return {
-            "output_weights": tuple(weight for weight in weights if weight is not None),
+            "output_weights": tuple(plain) if len(plain) == len(layers) else (),
             "frequencies": torch.stack(known) if known and len(known) == len(layers) else None,
             "modules": tuple(self.modules[layer] for layer in layers if self.modules),
         }

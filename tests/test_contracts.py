@@ -162,6 +162,7 @@ class AnyShapeStaticHeads(StaticHeads):
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         layers, heads, _ = claims.value.shape
         self._full = (torch.arange(layers)[:, None] + torch.arange(heads)) % 2 == 0
+        self._full_share = 0.5
         return super().counts(claims, limits)
 
 

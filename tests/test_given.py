@@ -47,7 +47,7 @@ def test_wrong_given_tokens_are_refused() -> None:
     runtime = HardKVRuntime.from_config(SMALL, loaded=loaded())
     with pytest.raises(InputError, match="given: expected one list of token ids for each of 2 prompts"):
         runtime.generate([PROMPT, PROMPT], given=[[1]])
-    with pytest.raises(InputError, match="holds token id 999"):
+    with pytest.raises(InputError, match=r"expected token ids from 0 to 258 after each prompt, got \[999\]"):
         runtime.generate(PROMPT, given=[999])
     rows = runtime.teacher_force([PROMPT], [[1, 2, 3]])
     assert torch.stack(rows).shape == (1, 3, 259)

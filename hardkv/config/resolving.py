@@ -31,8 +31,13 @@ class Components:
     def needs_queries(self) -> bool:
         """Whether a ring of the last `cache.query_rows` queries must be kept while decoding."""
         reference = self.calibrates and self.calibrator.needs_reference
-        asked = self.scorer.needs_queries or self.scorer.needs_hidden_states or self.condenser.needs_queries
+        asked = self.scorer.needs_queries or self.holds_hidden_states or self.condenser.needs_queries
         return asked or reference
+
+    @property
+    def holds_hidden_states(self) -> bool:
+        """Whether the ring holds hidden states as well: not for a scorer that sees them as tokens enter."""
+        return self.scorer.needs_hidden_states and not self.scorer.scores_on_entry
 
     def check_model(self, geometry: ModelGeometry) -> None:
         """Let every component refuse the model.

@@ -46,7 +46,10 @@ class Pyramid(Budget):
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         wanted = self._layer_counts(limits)[: len(claims.value)]
-        counts = torch.tensor(wanted, device=claims.value.device)[:, None]
+        # Filled one by one: a tensor made of Python numbers would be copied from the host, and wait.
+        counts = torch.empty(len(wanted), 1, dtype=torch.int64, device=claims.value.device)
+        for layer, count in enumerate(wanted):
+            counts[layer].fill_(count)
         protected = (claims.protected & claims.valid).sum(-1)
         most = claims.resident.clamp(max=limits.upper)
         return torch.maximum(torch.minimum(counts, most), protected)
@@ -56,6 +59,8 @@ class Pyramid(Budget):
 
     def _layer_counts(self, limits: Limits) -> list[int]:
         target, layers = self.config.target_tokens(limits.seen_tokens), limits.total_layers
+        if layers == 1:
+            return [target]
         least = max(limits.sinks + limits.local_window, 1)
         top = min(max(target / self.config.beta, least), target)
         step = 2 * (target - top) / max(layers - 1, 1)

@@ -35,7 +35,7 @@ class StaticHeadsOptions(Options):
         description="Share of heads that keep everything, those with the highest values, instead of the threshold.",
     )
     recent_tokens: int = Field(
-        default=256, ge=1, description="Tokens that the other heads keep besides the sinks; 256 as in the paper."
+        default=256, ge=1, description="Tokens that the other heads keep, sinks among them; 256 as in the paper."
     )
 
     @model_validator(mode="after")
@@ -46,7 +46,7 @@ class StaticHeadsOptions(Options):
 
 
 class StaticHeads(Budget):
-    """Retrieval heads keep every token, streaming heads the sinks and `recent_tokens`; which is which, a file says.
+    """Retrieval heads keep every token, streaming heads `recent_tokens`, sinks among them; which is which, a file says.
 
     Use it with `scorer: {name: streaming}`, so that a streaming head keeps its newest tokens as in the paper; any other
     scorer chooses the same number of tokens by its own scores. The memory of retrieval heads grows with the sequence.
@@ -66,6 +66,7 @@ class StaticHeads(Budget):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self._full = _retrieval_heads(read_pattern(Path(self.config.pattern)), self.config)  # [L, H] bool
+        self._full_share = float(self._full.float().mean())
 
     def check_model(self, geometry: ModelGeometry) -> None:
         layers, heads = len(geometry.windows), geometry.heads
@@ -78,21 +79,23 @@ class StaticHeads(Budget):
             )
         if found[0] != full_layers:
             self._full = self._full[list(geometry.full_layers)]
+        self._full_share = float(self._full.float().mean())
+        self._full = self._full.to(geometry.device)
 
     def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         value = probabilities.amax(2)
         return value, torch.zeros_like(value, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
-        full = self._full[: len(claims.value)].to(claims.value.device)
+        full = self._full[: len(claims.value)]
         protected = (claims.protected & claims.valid).sum(-1)
         most = claims.resident.clamp(max=limits.upper)
-        streaming = most.clamp(max=limits.sinks + self.config.recent_tokens)
+        streaming = most.clamp(max=self.config.recent_tokens)
         return torch.maximum(torch.where(full, most, streaming), protected)
 
     def target_tokens(self, seen_tokens: int) -> int | None:
-        full = float(self._full.float().mean())
-        return round(full * seen_tokens + (1.0 - full) * min(seen_tokens, self.config.recent_tokens)) or 1
+        streaming = min(seen_tokens, self.config.recent_tokens)
+        return round(self._full_share * seen_tokens + (1.0 - self._full_share) * streaming) or 1
 
     def most_tokens(self, seen_tokens: int) -> int | None:
         return seen_tokens
