@@ -183,13 +183,13 @@ class TestLocalPlugins:
         assert len(RECENCY.splitlines()) <= 28
         write(RECENCY, "recency.py")
         run = write("plugins: [recency]\nscorer: {name: recency, half_life: 9}\n", "run.yaml")
-        before = list(sys.path)
+        before, modules = list(sys.path), set(sys.modules)
         loaded = load_config(run)
         assert loaded.components.scorer.config.model_dump() == {"half_life": 9}
         summaries = {entry.name: entry.summary for entry in loaded.registry.all() if entry.plugin == "recency"}
         assert summaries == {"recency": "Newer tokens score higher."}
         assert sys.path == before
-        assert "recency" not in sys.modules
+        assert "recency" not in set(sys.modules) - modules
 
     def test_recency_is_found_in_the_current_folder(
         self, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
