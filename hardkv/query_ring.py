@@ -37,7 +37,7 @@ class QueryRing:
     def fill(self, layer: int, lane: int, queries: Tensor, positions: Tensor, hidden: Tensor | None = None) -> None:
         """Write the last queries of a prompt `[H, G, W, D]`, and hidden states `[W, M]`, at `positions [W]`."""
         place = positions % self.rows
-        if hidden is not None:
+        if hidden is not None and self.hidden_size:
             self.hidden[layer, lane, place] = hidden
         self.queries[layer, lane, place] = queries.permute(2, 0, 1, 3)
         self.positions[lane, place] = positions
@@ -49,7 +49,9 @@ class QueryRing:
         return queries, self.positions[lane].index_select(0, order).expand(queries.shape[0], -1)
 
     def write_hidden(self, layer: int, lanes: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Write the hidden states `[R, M]` of one decode step's rows."""
+        """Write the hidden states `[R, M]` of one decode step's rows, where they are held."""
+        if not self.hidden_size:
+            return
         self.hidden[layer].index_put_((lanes, positions % self.rows), hidden)
 
     def read_hidden(self, layers: slice, lane: int) -> Tensor | None:

@@ -119,6 +119,31 @@ def test_a_broken_score_on_entry_ends_its_own_sequence_alone() -> None:
     assert runtime._cache.pool.manager.used_pages == 0
 
 
+def test_hidden_states_are_seen_on_entry_beside_a_ring_of_queries_alone() -> None:
+    """The calibrator asks for queries; nobody asks for hidden states later."""
+
+    class Sees(Stamp):
+        name: ClassVar[str] = "sees"
+        seen: ClassVar[list[tuple[int, ...]]] = []
+
+        @property
+        def needs_hidden_states(self) -> bool:
+            return True
+
+        def enter(self, tokens: EnteringTokens) -> Tensor:
+            assert tokens.hidden_states is not None
+            self.seen.append(tuple(tokens.hidden_states.shape))
+            return super().enter(tokens)
+
+    ready = load_config({**CONFIG, "budget": {"name": "threshold", "mean_tokens": 24}})
+    runtime = HardKVRuntime(ready.config, replace(ready.components, scorer=Sees()), loaded())
+    answer = runtime.generate(list(range(60)), max_new_tokens=30, ignore_eos=True)
+    assert answer.finish_reason == "length"
+    assert runtime._cache.ring is not None
+    assert runtime._cache.ring.hidden.numel() == 0
+    assert set(Sees.seen) == {(1, 60, 64), (1, 1, 64)}
+
+
 def networks(folder: Path, layers: int = 4, hidden: int | None = None) -> Path:
     """A file with a network for each layer: linear, or with `hidden` numbers between."""
     torch.manual_seed(3)
