@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from hardkv.interfaces import Budget, Options
+from hardkv.interfaces import Options
+from hardkv.policies.budgets.best_row import BestRowBudget
 from hardkv.policies.budgets.target import threshold_counts
 from hardkv.types import Claims, Limits
 from hardkv.units import parse_bytes
@@ -33,7 +33,7 @@ class BytesOptions(Options):
     )
 
 
-class Bytes(Budget):
+class Bytes(BestRowBudget):
     """The bytes are shared over the running sequences by need: one level, below which a sequence keeps all it has.
 
     A sequence that will see n tokens may keep min(n, level) per head on average; the level is the highest with which
@@ -60,10 +60,6 @@ class Bytes(Budget):
     def least_tokens(self) -> int:
         """The option `least_tokens`."""
         return self.config.least_tokens
-
-    def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        value = probabilities.amax(2)
-        return value, torch.zeros_like(value, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         target = self.config.least_tokens if limits.share_tokens is None else limits.share_tokens

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hardkv.interfaces import Budget
+from hardkv.policies.budgets.best_row import BestRowBudget
 from hardkv.policies.budgets.target import TargetOptions
 from hardkv.types import Claims, Limits
 
@@ -22,7 +22,7 @@ class PyramidOptions(TargetOptions):
     )
 
 
-class Pyramid(Budget):
+class Pyramid(BestRowBudget):
     """Counts fall linearly from the lowest to the highest layer, the same for all heads of a layer.
 
     With mean T over m layers: `k[m-1] = T / beta`, `k[0] = 2 T - k[m-1]`, and an arithmetic series in between, rounded
@@ -39,10 +39,6 @@ class Pyramid(Budget):
         """Options."""
 
     config: Config
-
-    def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        value = probabilities.amax(2)
-        return value, torch.zeros_like(value, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         wanted = self._layer_counts(limits)[: len(claims.value)]

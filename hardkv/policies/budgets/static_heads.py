@@ -12,7 +12,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from hardkv.errors import ConfigError
-from hardkv.interfaces import Budget, Options
+from hardkv.interfaces import Options
+from hardkv.policies.budgets.best_row import BestRowBudget
 from hardkv.types import Claims, Limits, ModelGeometry
 
 _FORM = "one row for each layer with one number from 0 to 1 for each KV head, as JSON, or as text with tabs or spaces"
@@ -45,7 +46,7 @@ class StaticHeadsOptions(Options):
         return self
 
 
-class StaticHeads(Budget):
+class StaticHeads(BestRowBudget):
     """Retrieval heads keep every token, streaming heads `recent_tokens`, sinks among them; which is which, a file says.
 
     Use it with `scorer: {name: streaming}`, so that a streaming head keeps its newest tokens as in the paper; any other
@@ -81,10 +82,6 @@ class StaticHeads(Budget):
             self._full = self._full[list(geometry.full_layers)]
         self._full_share = float(self._full.float().mean())
         self._full = self._full.to(geometry.device)
-
-    def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        value = probabilities.amax(2)
-        return value, torch.zeros_like(value, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         full = self._full[: len(claims.value)]

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from hardkv.interfaces import Budget, Options
+from hardkv.interfaces import Options
+from hardkv.policies.budgets.best_row import BestRowBudget
 from hardkv.types import Claims, Limits
 from hardkv_kernels import threshold_budget
 
@@ -48,7 +49,7 @@ class FlooredTargetOptions(TargetOptions):
     )
 
 
-class PooledBudget(Budget):
+class PooledBudget(BestRowBudget):
     """One threshold on each token's best row, solved so that a mean target is met; subclasses say over what."""
 
     per_layer: ClassVar[bool]
@@ -58,10 +59,6 @@ class PooledBudget(Budget):
         """Options."""
 
     config: Config
-
-    def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        value = probabilities.amax(2)
-        return value, torch.zeros_like(value, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         target = self.config.target_tokens(limits.seen_tokens)

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hardkv.interfaces import Budget
+from hardkv.policies.budgets.best_row import BestRowBudget
 from hardkv.policies.budgets.target import TargetOptions
 from hardkv.types import Claims, Limits
 
 
-class TopK(Budget):
+class TopK(BestRowBudget):
     """Every head keeps its `mean_tokens` best: the uniform budget of SnapKV, R-KV, H2O and most others."""
 
     name = "top_k"
@@ -22,10 +22,6 @@ class TopK(Budget):
         """Options."""
 
     config: Config
-
-    def claim(self, probabilities: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        value = probabilities.amax(2)
-        return value, torch.zeros_like(value, dtype=torch.int32)
 
     def counts(self, claims: Claims, limits: Limits) -> Tensor:
         target = self.config.target_tokens(limits.seen_tokens)

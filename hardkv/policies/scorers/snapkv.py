@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from hardkv.interfaces import ImportanceScorer, Options, Space
+from hardkv.policies.scorers.window_rows import newest_rows
 from hardkv.types import ScoreView
 
 # Attention below this counts as this where a logarithm is taken, so that every score is finite.
@@ -75,11 +76,7 @@ def require_odd(kernel: int) -> int:
 
 def mean_attention(view: ScoreView, rows: int | None) -> Tensor:
     """Mean of the attention `[B, H, 1, N]` over the group and the newest `rows` written rows (None: all written)."""
-    weight = view.row_valid.float()  # [B, W]
-    if rows is not None and view.query_positions is not None:
-        position = view.query_positions
-        newer = (position[:, None, :] > position[:, :, None]).sum(-1)  # [B, W], rows newer than this one
-        weight = weight * (newer < rows)
+    weight = newest_rows(view, rows).float()  # [B, W]
     batch, heads, group, window, slots = view.attention.shape
     weight = weight / (weight.sum(-1, keepdim=True).clamp_min(1.0) * group)
     weight = weight[:, None, None, :].expand(batch, heads, group, window).reshape(batch, heads, 1, group * window)
