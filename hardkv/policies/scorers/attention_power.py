@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hardkv.interfaces import OnlineScorer, Options, Space
+from hardkv.policies.scorers.values import value_distance
 from hardkv.types import FusedUpdate, ScoreView
 
 # p ** power stays above this, well clear of float32 denormals (below 1.2e-38), which are slow on CPUs.
@@ -85,7 +86,7 @@ class AttentionPower(OnlineScorer):
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""
         scores = self._lent(statistic.masked_fill(~view.valid, 0.0).pow(1.0 / self.config.power), view)
         if self.config.value_weight:
-            scores = scores * _value_distance(view)
+            scores = scores * value_distance(view)
         if len(view.layers) == 1:  # it stands for all rows
             return (scores / self._divisor(view.layers[0]))[:, :, None]
         return torch.stack([row / self._divisor(layer) for row, layer in zip(scores, view.layers, strict=True)])[
@@ -116,12 +117,3 @@ class AttentionPower(OnlineScorer):
         if self.config.power == 4.0:
             return probabilities.square_().square_()
         return probabilities.pow_(self.config.power)
-
-
-def _value_distance(view: ScoreView) -> Tensor:
-    """Norm of each value's distance from the mean over the head's valid slots, `[B, H, N]`, zero where invalid."""
-    valid = view.valid[..., None]  # [B, H, N, 1]
-    values = view.values.float().masked_fill(~valid, 0.0)  # [B, H, N, D]
-    mean = values.sum(-2, keepdim=True) / valid.sum(-2, keepdim=True).clamp_min(1)
-    distance: Tensor = torch.linalg.vector_norm(values - mean, dim=-1)
-    return distance.masked_fill_(~view.valid, 0.0)

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hardkv.interfaces import ImportanceScorer, Options, Space
+from hardkv.policies.scorers.values import value_distance
 from hardkv.policies.scorers.window_rows import rows_newer
 from hardkv.types import ScoreView
 
@@ -54,10 +55,8 @@ class OutputDrop(ImportanceScorer):
 
     def score(self, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""
-        valid = view.valid[..., None]
-        values = view.values.float().masked_fill(~valid, 0.0)  # [B, H, N, D]
-        mean = values.sum(-2, keepdim=True) / valid.sum(-2, keepdim=True).clamp_min(1)
-        offset: Tensor = torch.linalg.vector_norm(values - mean, dim=-1)[:, :, None]  # [B, H, 1, N]
+        values = view.values.float().masked_fill(~view.valid[..., None], 0.0)  # [B, H, N, D]
+        offset = value_distance(view)[:, :, None]  # [B, H, 1, N]
         weight = self._row_weights(view).pow(1.0 / self.config.norm)[:, None, :, None]  # [B, 1, W, 1]
         attention = view.attention
         total = torch.zeros_like(offset)
