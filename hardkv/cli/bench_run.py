@@ -14,7 +14,7 @@ import typer
 
 from hardkv.cli.command_lines import written
 from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
-from hardkv.cli.session import Session, messages, print_json
+from hardkv.cli.session import Session, check_targets, messages, print_json
 from hardkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ def _python(option: str, given: Path | None, default: Path | None = None) -> Pat
 
 
 def _check_files(save: Path | None, plot: Path | None) -> None:
-    for option, target in (("--output", save), ("--plot", plot)):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise InputError(f"{option} {target}: its folder does not exist")
+    check_targets({"--output": save, "--plot": plot})
     if plot is not None:
         from hardkv.evaluation.plotting import check_plot
 

@@ -17,7 +17,9 @@ from hardkv.cli.session import (
     Debug,
     Json,
     ModelName,
+    SavedJson,
     Session,
+    check_targets,
     output,
     print_json,
 )
@@ -83,10 +85,7 @@ def compare(
         ),
     ] = None,
     as_json: Json = False,
-    save: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Save the result as JSON."),
-    ] = None,
+    save: SavedJson = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -130,9 +129,7 @@ def _check_files(texts: Sequence[Path], save: Path | None, plot: Path | None) ->
     for path in texts:
         if not path.is_file():
             raise InputError(f"--texts {path}: no such file")
-    for option, target in (("--output", save), ("--plot", plot)):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise InputError(f"{option} {target}: its folder does not exist")
+    check_targets({"--output": save, "--plot": plot})
     if plot is not None:
         from hardkv.evaluation.plotting import check_plot
 

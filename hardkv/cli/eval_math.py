@@ -19,7 +19,9 @@ from hardkv.cli.session import (
     Debug,
     Json,
     ModelName,
+    SavedJson,
     Session,
+    check_targets,
     messages,
     output,
     print_json,
@@ -88,17 +90,13 @@ def math(
         ),
     ] = None,
     as_json: Json = False,
-    save: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Save the result as JSON."),
-    ] = None,
+    save: SavedJson = None,
     debug: Debug = False,
 ) -> None:
     """Answer mathematics problems with the compressed and the full cache. Killed, it goes on where it was."""
     from hardkv.evaluation.maths import Scorer, read_problems
 
-    if save is not None and not save.absolute().parent.is_dir():
-        raise InputError(f"--output {save}: its folder does not exist")
+    check_targets({"--output": save})
     chosen = _preset(preset)
     given = (("model.id", model), ("budget.mean_tokens", mean_tokens), ("seed", seed))
     more = (("generation.max_new_tokens", max_new_tokens), ("cache.max_sequences", batch))

@@ -11,7 +11,7 @@ from hardkv.cli.command_lines import written
 from hardkv.cli.comparing import load
 from hardkv.cli.configuring import parse_assignments, read_configuration
 from hardkv.cli.eval_retrieval_run import answer_all, check_files, heat_map, report, write
-from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName, Session, output, print_json
+from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName, SavedJson, Session, output, print_json
 from hardkv.errors import HardKVError, InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ def retrieval(
     ] = None,
     seed: Annotated[int | None, typer.Option(show_default=False, help="Seed; the same as --set seed=N.")] = None,
     as_json: Json = False,
-    save: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Save the result as JSON.")
-    ] = None,
+    save: SavedJson = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", show_default=False, help="Draw heat maps: .png, .svg, .pdf. Needs hardkv[plot]."),

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hardkv.cli.session import Session, messages
+from hardkv.cli.session import Session, check_targets, messages
 from hardkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 def check_files(save: Path | None, plot: Path | None) -> None:
     """Refuse files that could not be written, before any work."""
-    for option, target in (("--output", save), ("--plot", plot)):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise InputError(f"{option} {target}: its folder does not exist")
+    check_targets({"--output": save, "--plot": plot})
     if plot is not None:
         from hardkv.evaluation.plotting import check_plot
 

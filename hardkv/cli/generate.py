@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
-from hardkv.cli.prompting import read_prompt
+from hardkv.cli.configuring import Assignment, parse_assignments
+from hardkv.cli.prompting import PromptFiles, PromptText, Question, read_prompt
+from hardkv.cli.running import build_runtime, prefill_bar
 from hardkv.cli.session import (
     Assignments,
+    Chat,
     ConfigFile,
     Debug,
     Json,
+    MaxNewTokens,
+    MeanTokens,
     ModelName,
     Session,
     facts,
@@ -29,46 +30,20 @@ from hardkv.cli.session import (
 if TYPE_CHECKING:
     from hardkv.results import RuntimeStats
     from hardkv.runtime import HardKVRuntime
-    from hardkv.scheduler import Progress
 
 _SHORTCUTS = ("model.id", "budget.mean_tokens", "generation.max_new_tokens", "generation.temperature", "seed")
 
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", show_default=False, help="The prompt; '-' or nothing reads it from stdin."),
-    ] = None,
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--prompt-file",
-            "-f",
-            metavar="FILE",
-            show_default=False,
-            help="Read the prompt from a UTF-8 text file. Repeatable: the files are joined to one document.",
-        ),
-    ] = None,
-    question: Annotated[
-        str | None,
-        typer.Option(
-            "--question", "-q", metavar="TEXT", show_default=False, help="A question about the prompt's text."
-        ),
-    ] = None,
+    prompt: PromptText = None,
+    prompt_file: PromptFiles = None,
+    question: Question = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
     model: ModelName = None,
-    mean_tokens: Annotated[
-        int | None,
-        typer.Option(show_default=False, help="Mean tokens to keep per head; the same as --set budget.mean_tokens=N."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            show_default=False, help="Most tokens to generate; the same as --set generation.max_new_tokens=N."
-        ),
-    ] = None,
+    mean_tokens: MeanTokens = None,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -82,14 +57,7 @@ def generate(
     no_compression: Annotated[
         bool, typer.Option("--no-compression", help="Keep every token; the same as --set compression=false.")
     ] = False,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            show_default=False,
-            help="Send the prompt as a chat message, or as it is. Default: as a chat if the model has a template.",
-        ),
-    ] = None,
+    chat: Chat = None,
     as_json: Json = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show tokens, seconds and bytes in a table on stderr afterwards.")
@@ -102,7 +70,7 @@ def generate(
     changes: list[Assignment] = [*parse_assignments(assignments), *(pair for pair in given if pair[1] is not None)]
     if no_compression:
         changes.append(("compression", False))
-    runtime = _build(config, changes)
+    runtime = build_runtime(config, changes)
     templated = bool(getattr(runtime.tokenizer, "chat_template", None)) if chat is None else chat
     message: Any = [{"role": "user", "content": text}] if templated else text
     session = context.find_object(Session)
@@ -112,22 +80,10 @@ def generate(
         messages().print(_stats_table(runtime.stats(), finish_reason))
 
 
-def _build(config: Path | None, changes: list[Assignment]) -> HardKVRuntime:
-    ready = read_configuration(config, changes)
-
-    from hardkv.model_adapter import load_model
-    from hardkv.runtime import HardKVRuntime
-
-    model = ready.config.model
-    with messages().status(f"Loading {model.id}"):
-        loaded = load_model(model.id, model.dtype, model.device, model.revision, model.pack_weights)
-        return HardKVRuntime(ready.config, ready.components, loaded)
-
-
 def _live(runtime: HardKVRuntime, message: Any, session: Session) -> str:
     """Write the text as it comes; gives why it ended."""
     reason = ""
-    with _prefill_bar() as (progress, finish):
+    with prefill_bar() as (progress, finish):
         pieces = runtime.stream(message, progress=progress)
         session.generating = True
         for piece in pieces:
@@ -147,34 +103,10 @@ def _whole(runtime: HardKVRuntime, message: Any, session: Session) -> str:
         session.generating = True
         progress(done, total)
 
-    with _prefill_bar() as (progress, _):
+    with prefill_bar() as (progress, _):
         generation = runtime.generate(message, progress=note)
     print_json({**asdict(generation), "runtime": runtime.stats().to_dict()})
     return str(generation.finish_reason)
-
-
-@contextmanager
-def _prefill_bar() -> Iterator[tuple[Progress, Any]]:
-    """Give a progress callback that draws a bar on stderr, and what makes it vanish."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("Reading the prompt"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = messages()
-    bar = Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    with bar:
-        task = bar.add_task("prefill", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield progress, bar.stop
 
 
 def _stats_table(stats: RuntimeStats, finish_reason: str) -> Any:

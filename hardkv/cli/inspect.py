@@ -11,15 +11,19 @@ import typer
 
 from hardkv.cli.command_lines import written
 from hardkv.cli.configuring import Assignment, parse_assignments
-from hardkv.cli.generate import _build, _prefill_bar
-from hardkv.cli.prompting import read_prompt
+from hardkv.cli.prompting import PromptFiles, PromptText, Question, read_prompt
+from hardkv.cli.running import build_runtime, prefill_bar
 from hardkv.cli.session import (
     Assignments,
+    Chat,
     ConfigFile,
     Debug,
     Json,
+    MaxNewTokens,
+    MeanTokens,
     ModelName,
     Session,
+    check_targets,
     facts,
     output,
     print_json,
@@ -35,47 +39,15 @@ _SHORTCUTS = ("model.id", "budget.mean_tokens", "generation.max_new_tokens")
 
 def inspect(
     context: typer.Context,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", show_default=False, help="The prompt; '-' or nothing reads it from stdin."),
-    ] = None,
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--prompt-file",
-            "-f",
-            metavar="FILE",
-            show_default=False,
-            help="Read the prompt from a UTF-8 text file. Repeatable: the files are joined to one document.",
-        ),
-    ] = None,
-    question: Annotated[
-        str | None,
-        typer.Option(
-            "--question", "-q", metavar="TEXT", show_default=False, help="A question about the prompt's text."
-        ),
-    ] = None,
+    prompt: PromptText = None,
+    prompt_file: PromptFiles = None,
+    question: Question = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
     model: ModelName = None,
-    mean_tokens: Annotated[
-        int | None,
-        typer.Option(show_default=False, help="Mean tokens to keep per head; the same as --set budget.mean_tokens=N."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            show_default=False, help="Most tokens to generate; the same as --set generation.max_new_tokens=N."
-        ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            show_default=False,
-            help="Send the prompt as a chat message, or as it is. Default: as a chat if the model has a template.",
-        ),
-    ] = None,
+    mean_tokens: MeanTokens = None,
+    max_new_tokens: MaxNewTokens = None,
+    chat: Chat = None,
     layer: Annotated[
         int | None,
         typer.Option(min=0, show_default=False, help="With --head: the model layer whose positions are shown."),
@@ -116,7 +88,7 @@ def inspect(
     _check_files(save, plot, html)
     given = zip(_SHORTCUTS, (model, mean_tokens, max_new_tokens), strict=True)
     changes: list[Assignment] = [*parse_assignments(assignments), *(pair for pair in given if pair[1] is not None)]
-    runtime = _build(config, changes)
+    runtime = build_runtime(config, changes)
     heads = [] if layer is None or head is None else [(layer, head)]
     _check_heads(runtime, heads)
     session = context.find_object(Session)
@@ -132,9 +104,7 @@ def inspect(
 
 def _check_files(save: Path | None, plot: Path | None, html: Path | None) -> None:
     """Refuse files that cannot be written, before any work."""
-    for option, target in (("--output", save), ("--plot", plot), ("--html", html)):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise InputError(f"{option} {target}: its folder does not exist")
+    check_targets({"--output": save, "--plot": plot, "--html": html})
     if plot is not None:
         from hardkv.evaluation.plotting import check_plot
 
@@ -154,7 +124,7 @@ def _record(runtime: HardKVRuntime, text: str, chat: bool | None, every: int, se
     templated = bool(getattr(runtime.tokenizer, "chat_template", None)) if chat is None else chat
     message: Any = [{"role": "user", "content": text}] if templated else text
 
-    with _prefill_bar() as (progress, finish):
+    with prefill_bar() as (progress, finish):
 
         def note(done: int, total: int) -> None:
             # Prefill has begun, so the checks are over.

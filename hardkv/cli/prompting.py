@@ -5,8 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hardkv.errors import InputError
+
+PromptText = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", show_default=False, help="The prompt; '-' or nothing reads it from stdin."),
+]
+PromptFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--prompt-file",
+        "-f",
+        metavar="FILE",
+        show_default=False,
+        help="Read the prompt from a UTF-8 text file. Repeatable: the files are joined to one document.",
+    ),
+]
+Question = Annotated[
+    str | None,
+    typer.Option("--question", "-q", metavar="TEXT", show_default=False, help="A question about the prompt's text."),
+]
 
 _ABOUT_DOCUMENT = "Read the document and answer the question.\n\n{document}\n\nQuestion: {question}"
 

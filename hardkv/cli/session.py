@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from hardkv.errors import InputError
 
 _PIPE_WIDTH = 200
 """Columns where there is no terminal, so that tables are not cut in a file or a pipe."""
@@ -48,6 +51,17 @@ def facts(title: str, rows: dict[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def check_targets(targets: Mapping[str, Path | None]) -> None:
+    """Refuse files that cannot be written, by the option that names each, before any work.
+
+    Raises:
+        InputError: the folder of one does not exist.
+    """
+    for option, target in targets.items():
+        if target is not None and not target.absolute().parent.is_dir():
+            raise InputError(f"{option} {target}: its folder does not exist")
 
 
 def readable_bytes(count: float) -> str:
@@ -100,4 +114,24 @@ ModelName = Annotated[
         show_default=False,
         help="Hub id, folder, GGUF file, or smollm2; the same as --set model.id=ID.",
     ),
+]
+MeanTokens = Annotated[
+    int | None,
+    typer.Option(show_default=False, help="Mean tokens to keep per head; the same as --set budget.mean_tokens=N."),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(show_default=False, help="Most tokens to generate; the same as --set generation.max_new_tokens=N."),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        show_default=False,
+        help="Send the prompt as a chat message, or as it is. Default: as a chat if the model has a template.",
+    ),
+]
+SavedJson = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Save the result as JSON."),
 ]
