@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 import hardkv.evaluation.speed
-from hardkv.cli import main
 from hardkv.cli.command_lines import spread
 from hardkv.config import HardKVConfig
 from hardkv.errors import InputError
@@ -21,7 +18,8 @@ from hardkv.evaluation.speed import Crew, PeerError, PeerProcess, Plan, Way, mea
 from hardkv.evaluation.speed import decode as decoding
 from hardkv.evaluation.speed import ways as known_ways
 from hardkv.evaluation.speed.prompts import Saved
-from tests.tiny_models import loaded, tiny_tokenizer
+from tests.command_line import Call, Called, run_main
+from tests.tiny_models import save_tiny, tiny_tokenizer
 
 FAKE = """
 import json, sys, time
@@ -59,16 +57,6 @@ for line in sys.stdin:
 """
 
 
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Called]
-
-
 def worker(path: Path, mode: str = "fine", speed: float = 0.5) -> Path:
     path.write_text(FAKE.replace("SPEED_AND_MODE", repr((speed, mode))))
     return path
@@ -77,21 +65,14 @@ def worker(path: Path, mode: str = "fine", speed: float = 0.5) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     transformers_logging.disable_progress_bar()
-    folder = tmp_path_factory.mktemp("model")
-    tiny: Any = loaded()
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def call(model: str, capsys: pytest.CaptureFixture[str]) -> Call:
     def run(kind: str, *arguments: str, sizes: tuple[str, ...] = ("--context", "96", "--mean-budget", "48")) -> Called:
         capsys.readouterr()
-        code = main(["bench", kind, "-m", model, "--dtype", "float32", *sizes, *arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return Called(code, captured.out, captured.err)
+        return run_main(["bench", kind, "-m", model, "--dtype", "float32", *sizes, *arguments], capsys)
 
     return run
 

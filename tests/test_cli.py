@@ -6,8 +6,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from hardkv import __version__
-from hardkv.cli import main
 from hardkv.cli.app import app
 from hardkv.cli.prompting import about_document
 from hardkv.config import HardKVConfig, load_config
 from hardkv.errors import CapacityError, HardKVError, PluginError
 from hardkv.registry import load_registry
 from hardkv.runtime import HardKVRuntime
+from tests.command_line import Call, Called, run_main
 
 WORDS = ["<end>", "<unknown>", *(f"w{number}" for number in range(62))]
 TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
 PROMPT = " ".join(f"w{number % 60}" for number in range(150))
 SMALL = {"cache": {"interval": 16, "query_rows": 16, "page_slots": 8}, "budget": {"mean_tokens": 64}}
-
-
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Call = Callable[..., Called]
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +73,7 @@ def run_yaml(model: str, tmp_path: Path) -> str:
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     def run(*arguments: str, stdin: str = "") -> Called:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = main(arguments)
-        captured = capsys.readouterr()
-        if "--debug" not in arguments:
-            assert "Traceback" not in captured.out + captured.err
-        return Called(code, captured.out, captured.err)
+        return run_main(arguments, capsys)
 
     # `main` says so through the environment, which transformers read when these tests imported it.
     transformers_logging.disable_progress_bar()

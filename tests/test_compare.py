@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 import hardkv.evaluation
-from hardkv.cli import main
 from hardkv.cli.command_lines import spread
 from hardkv.evaluation import Row, bundled_texts
-from tests.tiny_models import loaded
+from tests.command_line import Call, Called, run_main
+from tests.tiny_models import save_tiny
 
 PLUGIN = """
 import hardkv
@@ -36,23 +34,9 @@ def hardkv_components():
 """
 
 
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Called]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny: Any = loaded()
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -70,10 +54,7 @@ def call(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call
     capsys.readouterr()
 
     def run(*arguments: str, sizes: tuple[str, ...] = ("--mean-budget", "48", "--prompt-tokens", "160")) -> Called:
-        code = main(["compare", "-c", str(tmp_path / "run.yaml"), *sizes, "--fed-tokens", "12", *arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return Called(code, captured.out, captured.err)
+        return run_main(["compare", "-c", str(tmp_path / "run.yaml"), *sizes, "--fed-tokens", "12", *arguments], capsys)
 
     return run
 

@@ -6,15 +6,13 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from hardkv.cli import main
 from hardkv.errors import InputError
 from hardkv.evaluation.maths import (
     Journal,
@@ -31,21 +29,12 @@ from hardkv.evaluation.maths import (
 )
 from hardkv.evaluation.maths import optional as optional_module
 from hardkv.runtime import HardKVRuntime
-from tests.tiny_models import loaded
+from tests.command_line import Call, Called, run_main
+from tests.tiny_models import loaded, save_tiny
 
 QUESTIONS = [{"question": f"What is {number} + 1?", "answer": f"One more.\n#### {number + 1}"} for number in range(3)]
 SAMPLE = Sample("full", "p", 0, True, "7", None, "stop", 5, 10, 15, 15.0, [], 100, 1.0, "seven")
 SETTINGS = {"seed": 0, "budget": {"mean_tokens": 64}}
-
-
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Called]
 
 
 def written(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
@@ -62,11 +51,7 @@ def written(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny: Any = loaded()
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -89,10 +74,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     capsys.readouterr()
 
     def run(*arguments: str) -> Called:
-        code = main(arguments)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return Called(code, captured.out, captured.err)
+        return run_main(arguments, capsys)
 
     return run
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from hardkv import HardKVRuntime
 from hardkv.cache import CascadeCache
-from hardkv.cli import main
 from hardkv.errors import InputError
 from hardkv.evaluation.inspection import Recorder, Trace, record, terminal
 from hardkv.evaluation.inspection.binning import marked, shares
 from hardkv.evaluation.inspection.page import page
 from hardkv.evaluation.inspection.recording import _runs, token_texts
 from hardkv.tiers.cascade import Cascade
-from tests.tiny_models import loaded, tiny_tokenizer
+from tests.command_line import Call, Called, run_main
+from tests.tiny_models import loaded, save_tiny, tiny_tokenizer
 
 PROMPT = [(number * 37) % 250 for number in range(150)]
 NEW: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
@@ -251,23 +249,9 @@ def test_the_page_loads_nothing_and_text_stays_text(trace: Trace) -> None:
     assert "default-src 'none'" in text
 
 
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Called]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny: Any = loaded("gemma2")
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"), "gemma2")
 
 
 @pytest.fixture
@@ -281,10 +265,7 @@ def call(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call
     capsys.readouterr()
 
     def run(*arguments: str, prompt: tuple[str, ...] = ("-f", str(tmp_path / "prompt.txt"))) -> Called:
-        code = main(["inspect", *prompt, "-c", str(run_yaml), "--mean-tokens", "48", "--raw", *arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return Called(code, captured.out, captured.err)
+        return run_main(["inspect", *prompt, "-c", str(run_yaml), "--mean-tokens", "48", "--raw", *arguments], capsys)
 
     return run
 

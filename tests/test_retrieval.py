@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from transformers.utils import logging as transformers_logging
 
 import hardkv.evaluation.retrieval.running as running
-from hardkv.cli import main
 from hardkv.cli.command_lines import spread
 from hardkv.config import HardKVConfig
 from hardkv.errors import InputError
@@ -35,7 +32,8 @@ from hardkv.evaluation.retrieval import (
     summary,
 )
 from hardkv.registry import load_registry
-from tests.tiny_models import loaded, tiny_tokenizer
+from tests.command_line import Call, Called, run_main
+from tests.tiny_models import loaded, save_tiny, tiny_tokenizer
 
 TOKENS = 900
 BROKEN = """
@@ -51,23 +49,9 @@ def hardkv_components():
 """
 
 
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Called]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny: Any = loaded(num_hidden_layers=2)
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -83,10 +67,7 @@ def call(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call
     small = ("--contexts", "600", "--depths", "0.2", "0.9", "--samples", "1", "--tasks", "needle")
 
     def run(*arguments: str) -> Called:
-        code = main(["eval", "retrieval", "-c", str(tmp_path / "run.yaml"), *small, *arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return Called(code, captured.out, captured.err)
+        return run_main(["eval", "retrieval", "-c", str(tmp_path / "run.yaml"), *small, *arguments], capsys)
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def loaded(family: str = "llama", **overrides: Any) -> LoadedModel:
     """A tiny model with its tokenizer."""
     return LoadedModel(tiny_model(family, **overrides), tiny_tokenizer())
+
+
+def save_tiny(folder: Path, family: str = "llama", **overrides: Any) -> str:
+    """Save a tiny model with its tokenizer, for a `model.id`; gives the folder."""
+    tiny: Any = loaded(family, **overrides)
+    tiny.model.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def hf_generate(model: Any, *inputs: Any, **arguments: Any) -> Any:
