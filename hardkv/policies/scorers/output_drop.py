@@ -43,7 +43,7 @@ class OutputDrop(ImportanceScorer):
             default=1.0,
             ge=0.0,
             le=1.0,
-            description="Weight of the oldest row, the newest has 1: even by default; 0.3 with norm 3 measured best.",
+            description="Weight of the oldest row, the newest has 1: even by default; less favours newer queries.",
         )
 
     config: Config
