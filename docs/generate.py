@@ -20,6 +20,7 @@ from hardkv.config import HardKVConfig, default_yaml
 from hardkv.registry import Registered, load_registry
 
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+_PICTURES = Path(__file__).parent / "images"
 _MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 _KINDS = {
     "boolean": "`true`, `false`",
@@ -119,7 +120,58 @@ def _made(found: dict[str, Any], name: str) -> str:
 
 
 def _fidelity(name: str) -> str:
+    """A table for each number of rounds, the rows of each budget best first."""
     found = _result(name)
+    if found.get("kind") != "fidelity":
+        return _fidelity_of_script(found, name)
+    rounds = dict.fromkeys(row["rounds"] for row in found["rows"])
+    tables = [_fidelity_table(found, [row for row in found["rows"] if row["rounds"] == one]) for one in rounds]
+    return "\n\n".join([*tables, _made(found, name)])
+
+
+def _fidelity_table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    full = next(row for row in rows if row["mean_budget"] is None)
+    ran = [row for row in rows if row.get("kl") is not None]
+    ran.sort(key=lambda row: (-row["mean_budget"], row["kl"]))
+    rounds = full["rounds"]
+    when = "one compression" if rounds == 1 else f"{rounds} rounds of compression while decoding"
+    lines = [
+        f"| {row['mean_budget']:,} | `{row['method']}` | {row['kl']:.4f} | {row['top1_agreement']:.3f} "
+        f"| {row['perplexity']:.2f} | {_mean(row['attention_mass_kept'])} | {_or_empty(row['mean_tokens'], '.1f')} |"
+        for row in ran
+    ]
+    ratios = [
+        f"At {row['mean_budget']:,} tokens the default has {row['kl_ratio_to']['snapkv+top_k']:.2f} times the KL of "
+        "uniform SnapKV."
+        for row in ran
+        if "snapkv+top_k" in row.get("kl_ratio_to", {})
+    ]
+    return "\n".join(
+        [
+            f"**Fidelity, {when}**: `{found['model']}`, {len(found['texts'])} texts of {full['prompt_tokens']:,} "
+            f"tokens, then {full['fed_tokens']:,} given ones; KL to the full cache in nats per token, lower is better; "
+            f"with the full cache the perplexity is {full['perplexity']:.2f}. {' '.join(ratios)}".rstrip(),
+            "",
+            "| mean budget | method | KL | same top token | perplexity | attention mass kept | mean tokens per head |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
+        ]
+    )
+
+
+def _mean(values: list[float] | None) -> str:
+    return "" if not values else f"{sum(values) / len(values):.3f}"
+
+
+def _frontier() -> str:
+    """The picture of the fidelity results, where there is one."""
+    if not (_PICTURES / "fidelity.png").is_file():
+        return ""
+    return "![KL over the mean budget, and attention mass kept by layer, a line for each method](images/fidelity.png)"
+
+
+def _fidelity_of_script(found: dict[str, Any], name: str) -> str:
+    """The layout of results that a script wrote before `hardkv eval fidelity` was there."""
     rounds = found["rounds"]
     when = "one compression" if rounds == 1 else f"{rounds} rounds of compression while decoding"
     rows = [
@@ -339,6 +391,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "default_yaml": _default_yaml,
     "settings": _settings,
     "measurements": measurements,
+    "frontier": _frontier,
     "compare": _compare,
     "commands": _commands,
     "kernels_aot": _kernels_aot,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, overload
 
@@ -134,19 +135,42 @@ class HardKVRuntime:
         Raises:
             InputError, CapacityError: as in `generate`; any error of a sequence is raised.
         """
+        rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+
+        def take(sequence: int, row: int, logits: torch.Tensor) -> None:
+            rows[sequence].append(torch.log_softmax(logits, -1).cpu())
+
+        self.force(prompts, continuations, take)
+        return [torch.stack(mine) for mine in rows]
+
+    def force(
+        self,
+        prompts: Sequence[list[int]],
+        continuations: Sequence[list[int]],
+        take: Callable[[int, int, torch.Tensor], None],
+        observer: Observer | None = None,
+    ) -> None:
+        """As `teacher_force`, but nothing is held: `take(sequence, row, logits)` is told each row as it comes.
+
+        `logits [vocabulary]`, not normalised, are valid until it returns. `observer` as in `generate`.
+
+        Raises:
+            InputError, CapacityError: as in `generate`; any error of a sequence is raised.
+        """
         if len(prompts) != len(continuations) or not all(continuations):
             raise InputError(f"got {len(prompts)} prompts and {len(continuations)} continuations; give each prompt one")
         # The last row comes after all but the last token.
         given = [list(continuation[:-1]) for continuation in continuations]
         plain = {"max_new_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None}
-        requests, _ = self._requests(prompts, {**plain, "given": given})
-        rows: list[list[torch.Tensor]] = [[] for _ in requests]
-        for request, mine in zip(requests, rows, strict=True):
-            request.on_logits = lambda logits, mine=mine: mine.append(torch.log_softmax(logits, -1).cpu())
-        for event in self._run(requests, None):
+        requests, _ = self._requests(list(prompts), {**plain, "given": given})
+        for request in requests:
+            counted = count()
+            request.on_logits = lambda logits, sequence=request.index, counted=counted: take(
+                sequence, next(counted), logits
+            )
+        for event in self._run(requests, None, observer):
             if event.error is not None:
                 raise event.error
-        return [torch.stack(mine) for mine in rows]
 
     def stats(self) -> RuntimeStats:
         """What the latest call used: tokens, bytes, seconds per phase."""

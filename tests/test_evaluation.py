@@ -18,12 +18,12 @@ from hardkv import Budget, HardKVConfig, ImportanceScorer, Options, ScoreView, _
 from hardkv.errors import ConfigError, InputError
 from hardkv.evaluation import (
     Bench,
+    Differences,
     Method,
     Row,
     all_methods,
     bundled_texts,
     choose,
-    fidelity,
     measure,
     measure_reference,
     provenance,
@@ -121,10 +121,14 @@ def methods(bench: Bench) -> dict[str, Method]:
 def test_fidelity_of_known_distributions() -> None:
     full = torch.log(torch.tensor([[0.5, 0.5], [0.8, 0.2]]))
     other = torch.log(torch.tensor([[0.25, 0.75], [0.8, 0.2]]))
-    found = fidelity([full, full], [other, full])
+    found = Differences([full, full], [[0, 0, 0]] * 2)
+    for text, rows in enumerate((other, full)):
+        for row, logits in enumerate(rows):
+            found.take(text, row + 1, logits)
     first = 0.5 * torch.log(torch.tensor(2.0)) + 0.5 * torch.log(torch.tensor(2 / 3))
-    assert found["kl"] == pytest.approx(float(first) / 4, rel=1e-5)
-    assert found["top1_agreement"] == pytest.approx(0.75)
+    summary = found.summary(["a", "b"], 2)
+    assert summary["kl"] == pytest.approx(float(first) / 4, rel=1e-5)
+    assert summary["top1_agreement"] == pytest.approx(0.75)
 
 
 # Workload
@@ -268,7 +272,8 @@ def test_a_condenser_that_holds_tokens_takes_them_from_the_budget(methods: dict[
 def test_a_cache_that_keeps_every_token_has_no_divergence(bench: Bench) -> None:
     reference = measure_reference(bench)
     rows = bench.runtime({}, compression=False).teacher_force(bench.workload.prompts, bench.workload.fed)
-    assert fidelity(reference.log_probabilities, [row[1:] for row in rows]) == {"kl": 0.0, "top1_agreement": 1.0}
+    for logits, expected in zip(reference.logits, rows, strict=True):
+        torch.testing.assert_close(torch.log_softmax(logits, -1), expected[1:], rtol=0, atol=0)
     roomy = Method("roomy", {**_specs(bench), "budget": {"name": "threshold", "mean_tokens": 400}})
     row = measure(bench, reference, roomy)
     assert row.kl == pytest.approx(0.0, abs=1e-5)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from hardkv.evaluation.bench import Bench, Reference, Row, measure, measure_reference
-from hardkv.evaluation.fidelity import fidelity
+from hardkv.evaluation.fidelity import Differences, Predictions
 from hardkv.evaluation.methods import Method, all_methods, choose
 from hardkv.evaluation.report import provenance, ranked
-from hardkv.evaluation.workload import Schedule, Workload, bundled_texts, read_workload, schedule
+from hardkv.evaluation.workload import Schedule, Workload, bundled_texts, chosen_texts, read_workload, schedule
 
 __all__ = [
     "Bench",
+    "Differences",
     "Method",
+    "Predictions",
     "Reference",
     "Row",
     "Schedule",
@@ -18,7 +20,7 @@ __all__ = [
     "all_methods",
     "bundled_texts",
     "choose",
-    "fidelity",
+    "chosen_texts",
     "measure",
     "measure_reference",
     "provenance",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hardkv.config import HardKVConfig, resolve
 from hardkv.errors import ConfigError, HardKVError, UnsupportedModelError
-from hardkv.evaluation.fidelity import fidelity
+from hardkv.evaluation.fidelity import Differences, Predictions
 from hardkv.evaluation.methods import Method
 from hardkv.evaluation.solving import solve_share
 from hardkv.evaluation.workload import Workload
@@ -20,6 +20,7 @@ from hardkv.model_adapter import LoadedModel
 from hardkv.registry import Registry
 from hardkv.results import RuntimeStats
 from hardkv.runtime import HardKVRuntime
+from hardkv.scheduler import Observer
 
 FAR_FROM_MEAN = 0.02
 """A measured mean that is off by more than this share of the target is marked."""
@@ -37,12 +38,21 @@ class Bench:
     mean_tokens: int
 
     def runtime(
-        self, components: Mapping[str, Any], condensed_slots: int = 0, compression: bool = True
+        self,
+        components: Mapping[str, Any],
+        condensed_slots: int = 0,
+        compression: bool = True,
+        changes: Mapping[str, Any] | None = None,
     ) -> HardKVRuntime:
-        """A runtime with these components; raises `ConfigError` where they do not fit together."""
+        """A runtime with these components, and `changes` of the `cache` section.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
         cache = {
             **self.config.cache.model_dump(),
-            "interval": self.workload.schedule.interval,
+            **(changes or {}),
+            "interval": self.interval(changes),
             "condensed_slots": condensed_slots,
             "max_sequences": max(self.config.cache.max_sequences, len(self.workload.prompts)),
         }
@@ -50,13 +60,19 @@ class Bench:
         config = HardKVConfig.model_validate(settings)
         return HardKVRuntime(config, resolve(config, self.registry), self.loaded)
 
+    def interval(self, changes: Mapping[str, Any] | None) -> int:
+        """Fed tokens from one compression to the next; with a single one, all of them, whatever `changes` says."""
+        times = self.workload.schedule
+        return int((changes or {}).get("interval", times.interval)) if times.rounds > 1 else times.interval
+
 
 @dataclass(frozen=True)
 class Reference:
     """The runtime with every token kept."""
 
-    log_probabilities: list[Tensor]
-    """`[T, vocabulary]` float32 per text."""
+    logits: list[Tensor]
+    """`[T, vocabulary]` per text, after each fed token, on the CPU in the model's precision."""
+    perplexity: float
     kv_bytes: int
     seconds: float
 
@@ -72,6 +88,13 @@ class Row:
     """KL(every token kept || method), nats per token, mean over tokens and texts."""
     top1_agreement: float | None = None
     """How often the likeliest token is the same, a share of the fed tokens."""
+    kl_standard_error: float | None = None
+    """Of `kl`, over texts; None for a single one."""
+    kl_by_text: dict[str, float] = field(default_factory=dict)
+    kl_by_round: list[float] = field(default_factory=list)
+    """Mean over texts of each block of fed tokens between two compressions of the schedule."""
+    perplexity: float | None = None
+    """Of the texts' own tokens under the method, mean over tokens and texts of the logarithm."""
     mean_tokens: float | None = None
     """Tokens per head after a compression, condensed slots included: mean over layers, heads, texts, compressions."""
     kv_bytes: int | None = None
@@ -94,13 +117,14 @@ def measure_reference(bench: Bench) -> Reference:
     """Run the texts with every token kept."""
     start = time.perf_counter()
     runtime = bench.runtime({}, compression=False)
-    rows = runtime.teacher_force(bench.workload.prompts, bench.workload.fed)
+    predictions = Predictions(bench.workload.fed, runtime.geometry.dtype)
+    runtime.force(bench.workload.prompts, bench.workload.fed, predictions.take)
     kv_bytes = runtime.stats().kv_bytes
     runtime.reset()
-    return Reference([row[1:] for row in rows], kv_bytes, time.perf_counter() - start)
+    return Reference(predictions.logits, predictions.perplexity, kv_bytes, time.perf_counter() - start)
 
 
-def measure(bench: Bench, reference: Reference, method: Method) -> Row:
+def measure(bench: Bench, reference: Reference, method: Method, observer: Observer | None = None) -> Row:
     """Run one method; whatever it raises becomes the note of its row."""
     if method.obstacle is not None:
         return Row(method.name, method.components, note=f"not run: {method.obstacle}")
@@ -108,13 +132,12 @@ def measure(bench: Bench, reference: Reference, method: Method) -> Row:
     try:
         solved = {} if method.solve is None else {method.solve: _solve(bench, method, method.solve)}
         components = _with_options(method, solved)
-        runtime = bench.runtime(components, method.condensed_slots)
-        rows = runtime.teacher_force(bench.workload.prompts, bench.workload.fed)
-    except (ConfigError, UnsupportedModelError) as error:
-        return Row(method.name, method.components, note=f"not run: {_line(error)}")
+        runtime = bench.runtime(components, method.condensed_slots, changes=method.cache)
+        differences = Differences(reference.logits, bench.workload.fed)
+        runtime.force(bench.workload.prompts, bench.workload.fed, differences.take, observer)
     # One method of a stranger must not cost the others' results.
     except Exception as error:
-        return Row(method.name, method.components, note=f"failed: {_line(error)}")
+        return Row(method.name, method.components, note=why(error))
     stats = runtime.stats()
     runtime.reset()
     passes = stats.seconds["prefill_compression"] + stats.seconds["compression"]
@@ -122,7 +145,7 @@ def measure(bench: Bench, reference: Reference, method: Method) -> Row:
     return Row(
         method=method.name,
         components=components,
-        **fidelity(reference.log_probabilities, [row[1:] for row in rows]),
+        **differences.summary(bench.workload.names, bench.workload.schedule.interval),
         mean_tokens=mean,
         kv_bytes=stats.kv_bytes,
         kv_bytes_share=stats.kv_bytes / reference.kv_bytes,
@@ -139,7 +162,7 @@ def _solve(bench: Bench, method: Method, option: str) -> float:
     first = [fed[:1] for fed in bench.workload.fed]
 
     def mean_at(share: float) -> float:
-        runtime = bench.runtime(_with_options(method, {option: share}), method.condensed_slots)
+        runtime = bench.runtime(_with_options(method, {option: share}), method.condensed_slots, changes=method.cache)
         runtime.teacher_force(bench.workload.prompts, first)
         mean = _mean(runtime.stats(), method)
         runtime.reset()
@@ -155,9 +178,12 @@ def _with_options(method: Method, options: Mapping[str, Any]) -> dict[str, dict[
     return {**method.components, "budget": {**method.components["budget"], **options}}
 
 
-def _line(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """The note of a row that an error ended: `not run` where the method does not fit, else `failed`."""
     text = str(error).replace("\n", "; ")
-    return text if isinstance(error, HardKVError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ConfigError | UnsupportedModelError):
+        return f"not run: {text}"
+    return f"failed: {text}" if isinstance(error, HardKVError) else f"failed: {type(error).__name__}: {text}"
 
 
 def _mean(stats: RuntimeStats, method: Method) -> float | None:

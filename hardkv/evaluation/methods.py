@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardkv.config import HardKVConfig
@@ -30,6 +30,8 @@ class Method:
     """Option of the budget that must be solved for the mean, where the budget takes no target."""
     obstacle: str | None = None
     """Why it cannot run."""
+    cache: dict[str, Any] = field(default_factory=dict)
+    """Keys of the configuration's `cache` section that are others in this row."""
 
     @property
     def labels(self) -> set[str]:
@@ -62,7 +64,7 @@ def all_methods(
     for name, specs in named:
         key = ("config",) if name == "config" else tuple(specs[slot]["name"] for slot in SLOTS.values())
         if key not in methods:
-            methods[key] = _aimed(registry, config, Method(name, specs), mean_tokens)
+            methods[key] = aimed(registry, config, Method(name, specs), mean_tokens)
     return list(methods.values())
 
 
@@ -115,7 +117,7 @@ def _name(registry: Registry, specs: Specs) -> str:
     return "+".join([names["scorer"], names["budget"], *calibrated, *changed])
 
 
-def _aimed(registry: Registry, config: HardKVConfig, method: Method, mean_tokens: int) -> Method:
+def aimed(registry: Registry, config: HardKVConfig, method: Method, mean_tokens: int) -> Method:
     """The method with its budget set to the mean, or with what keeps it from that."""
     missing = [text for interface in SLOTS for text in _missing(registry, interface, method)]
     if missing:

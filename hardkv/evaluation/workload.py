@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hardkv.errors import InputError
+from hardkv.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,26 @@ def schedule(
 def bundled_texts() -> list[Path]:
     """The texts that come with the package: prose, report, dialogue, code, tables, maths, reasoning; one is German."""
     return sorted((Path(__file__).parent / "texts").glob("*.txt"))
+
+
+def chosen_texts(names: Sequence[str] | None) -> list[Path]:
+    """Files, or texts that come with the package by their names without `.txt`; None is all of these.
+
+    Raises:
+        InputError: neither, or two of one name.
+    """
+    bundled = {path.stem: path for path in bundled_texts()}
+    if names is None:
+        return list(bundled.values())
+    paths = [bundled.get(name, Path(name)) if not Path(name).is_file() else Path(name) for name in names]
+    for name, path in zip(names, paths, strict=True):
+        if not path.is_file():
+            raise InputError(
+                f"--texts {name}: no such file.{did_you_mean(name, bundled)} Shipped: {', '.join(bundled)}"
+            )
+        if [other.name for other in paths].count(path.name) > 1:
+            raise InputError(f"--texts {name}: two texts are called {path.name}; results are told apart by that name")
+    return paths
 
 
 def read_workload(tokenizer: Any, files: Sequence[Path], times: Schedule) -> Workload:

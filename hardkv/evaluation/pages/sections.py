@@ -11,6 +11,8 @@ from hardkv.evaluation.pages.markup import facts, folded, join, named, paragraph
 Found = Mapping[str, Any]
 _HEAD = ("kind", "command", "complete", "machine", "versions", "peer_versions")
 _LOWER_IS_BETTER = "lower is better"
+_MOST_LINES = 13
+"""Names that have room beside a chart."""
 _MEASURES = ("kl", "accuracy", "tokens_per_s", "share_of_full_cache")
 """Columns that an unknown table is drawn by, the first that it has."""
 
@@ -52,6 +54,42 @@ def _compare(found: Found) -> str:
     )
     columns = ("method", "kl", "top1_agreement", "mean_tokens", "kv_bytes", "kv_bytes_share", "compression_ms", "note")
     return chart + table(found["rows"], columns)
+
+
+def _fidelity(found: Found) -> str:
+    rows = found["rows"]
+    parts = []
+    for rounds in dict.fromkeys(row["rounds"] for row in rows):
+        parts.append(_frontier([row for row in rows if row["rounds"] == rounds and row.get("kl") is not None], rounds))
+    columns = ("rounds", "mean_budget", "method", "kl", "kl_standard_error", "top1_agreement", "perplexity")
+    layered = ("attention_mass_kept", "attention_output_error")
+    rest = ("first_divergence_median", "same_tokens", "mean_tokens", "kv_bytes", "compressions", "note")
+    means = [{**row, **{key: _mean(row.get(key)) for key in layered}} for row in rows]
+    words = "Attention mass kept and output error are means over layers; the file has them layer by layer."
+    return join([*parts, table(means, [*columns, *layered, *rest]), paragraph(words)])
+
+
+def _frontier(rows: Sequence[Mapping[str, Any]], rounds: int) -> str:
+    """KL over the mean budget, one line for each method; bars where lines would be points, or too many."""
+    when = "one compression" if rounds == 1 else f"{rounds} rounds"
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        series.setdefault(row["method"], []).append((row["mean_budget"], row["kl"]))
+    up = f"nats per token ({_LOWER_IS_BETTER})"
+    if len(series) <= _MOST_LINES:
+        chart = lines(f"KL over the mean budget, {when}", series, "mean tokens kept per head", up)
+        if chart:
+            return chart
+    charts = []
+    for budget in dict.fromkeys(row["mean_budget"] for row in rows):
+        group = sorted((row for row in rows if row["mean_budget"] == budget), key=lambda row: float(row["kl"]))
+        items = [Bar(row["method"], row["kl"], 1 if row["method"] == "default" else 0) for row in group]
+        charts.append(bars(f"KL at {budget:,} tokens, {when}, {up}", items, ".4f"))
+    return join(charts)
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _decode(found: Found) -> str:
@@ -150,6 +188,7 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
 
 _KINDS: dict[str, Callable[[Found], str]] = {
     "compare": _compare,
+    "fidelity": _fidelity,
     "decode": _decode,
     "prefill": _prefill,
     "memory": _memory,
