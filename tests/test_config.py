@@ -191,7 +191,7 @@ class TestUnknownKeys:
         )
 
     def test_a_key_in_the_wrong_place_names_the_right_one(self) -> None:
-        assert "config: sinks: unknown key (got 4). 'sinks' belongs under 'cache'. Known: model, " in refused(
+        assert "config: sinks: unknown key (got 4). 'sinks' belongs under 'cache'. Known: preset, model, " in refused(
             {"sinks": 4}
         )
         assert "cache.temperature: unknown key (got 1). 'temperature' belongs under 'generation'." in refused(

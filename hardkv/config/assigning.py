@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from hardkv.config.loading import LoadedConfig, load_config
+from hardkv.config.presets import with_preset
 from hardkv.config.reading import read_yaml
 from hardkv.config.resolving import resolve
 from hardkv.config.settings import ComponentSpec, HardKVConfig
@@ -46,6 +47,7 @@ def load_assigned(file: Path | None, assignments: Sequence[Assignment], said: st
         return load_config({} if file is None else file)
     values = {} if file is None else read_yaml(file)
     # A name clears the options of the component it replaces, so it comes before the options that are set.
+    # The preset comes before both: it says which component that is.
     for path, value in sorted(assignments, key=lambda pair: (pair[0].count("."), not pair[0].endswith(".name"))):
         _assign(values, path, value, said)
     try:
@@ -62,16 +64,24 @@ def _assign(values: dict[str, Any], path: str, value: Any, said: str) -> None:
     for depth, name in enumerate(sections):
         inner = section.get(name)
         if inner is None:
-            inner = {} if depth else _default_component(name)
+            inner = {} if depth else _default_component(values, name)
         if not isinstance(inner, dict):
             raise ConfigError(f"{said} {path}: '{'.'.join(sections[: depth + 1])}' holds {inner!r}, no keys")
         section[name] = section = dict(inner)
-    if len(sections) == 1 and key == "name" and section.get("name") != value and _default_component(sections[0]):
+    if (
+        len(sections) == 1
+        and key == "name"
+        and section.get("name") != value
+        and _default_component(values, sections[0])
+    ):
         section.clear()
     section[key] = value
 
 
-def _default_component(name: str) -> dict[str, Any]:
-    """Give the default of a component's slot, empty for any other section."""
+def _default_component(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Give what a component's slot holds where nothing is said, empty for any other section."""
     field = HardKVConfig.model_fields.get(name)
-    return field.default.model_dump() if field is not None and isinstance(field.default, ComponentSpec) else {}
+    if field is None or not isinstance(field.default, ComponentSpec):
+        return {}
+    spec: dict[str, Any] = with_preset({"preset": values.get("preset")}).get(name, field.default.model_dump())
+    return dict(spec)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from hardkv.config.presets import PresetName, with_preset
 from hardkv.units import parse_bytes
 
 
@@ -218,6 +220,11 @@ class GenerationSettings(Section):
 class HardKVConfig(Section):
     """Everything a run needs: model, cache, the five components of a compression pass, generation."""
 
+    preset: PresetName = Field(
+        default="balanced",
+        description="Settings to start from, which every other key overrides. balanced is the defaults below; quality"
+        " keeps twice as many tokens; fast keeps half of them and compresses half as often.",
+    )
     model: ModelSettings = Field(
         default=ModelSettings(), description="Which language model runs, where, in which precision."
     )
@@ -258,3 +265,8 @@ class HardKVConfig(Section):
         default=True, description="False runs the same runtime with every token kept, for comparison."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of sampling; runs with the same seed repeat.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, Mapping) else values
