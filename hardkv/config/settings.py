@@ -37,7 +37,8 @@ class ModelSettings(Section):
     pack_weights: bool = Field(
         default=True,
         description="On a CPU in bfloat16, keep a second copy of the linear weights in oneDNN's layout, if it fits in a"
-        " quarter of the free memory, so that no step reorders them again. No effect elsewhere.",
+        " quarter of the free memory, so that no step reorders them again, and run blocks in shorter equal forms where"
+        " they have one. No effect elsewhere.",
     )
     revision: str | None = Field(
         default=None,

@@ -13,7 +13,7 @@ from hardkv.types import AttentionCall
 
 NAME = "hardkv"
 SERVER_ARGUMENT = "hardkv_server"
-_HIDDEN_ARGUMENT = "hardkv_hidden_states"
+HIDDEN_ARGUMENT = "hardkv_hidden_states"
 
 
 class AttentionServer(Protocol):
@@ -46,7 +46,7 @@ def _attention(
         softcap=arguments.get("softcap"),
         sink_logits=arguments.get("s_aux"),
         module=module,
-        hidden_states=arguments.get(_HIDDEN_ARGUMENT),
+        hidden_states=arguments.get(HIDDEN_ARGUMENT),
     )
     return server.attend(call, arguments.get("sliding_window")), None
 
@@ -77,4 +77,4 @@ def _tell_hidden_states(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hand a module's input on, through the arguments that reach its attention call."""
     hidden_states = positional[0] if positional else arguments["hidden_states"]
-    return positional, {**arguments, _HIDDEN_ARGUMENT: hidden_states}
+    return positional, {**arguments, HIDDEN_ARGUMENT: hidden_states}

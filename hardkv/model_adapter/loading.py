@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hardkv.errors import ConfigError, HardKVError, ModelNotFoundError, UnsupportedModelError
+from hardkv.model_adapter.fusing import fuse_blocks
 from hardkv.model_adapter.packing import can_pack, pack_linears
 
 SMOLLM2 = "smollm2"
@@ -53,8 +54,8 @@ def load_model(
         raise _load_error(name, error) from error
     model.to(place)  # type: ignore[arg-type]  # its decorator hides the annotation
     model.eval()
-    if pack_weights and can_pack(model):
-        pack_linears(model)
+    if pack_weights and can_pack(model) and pack_linears(model):
+        fuse_blocks(model)
     return LoadedModel(model, tokenizer)
 
 

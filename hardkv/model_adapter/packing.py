@@ -30,22 +30,32 @@ def pack_linears(model: PreTrainedModel) -> int:
     copies. Nothing is packed, and that is logged, where the copies would take over a quarter of the free memory.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear]
+    if not fits_in_memory(linears):
+        return 0
+    for module in linears:
+        forward = packed_linear(module.weight.detach(), module.bias)
+        setattr(module, "forward", forward)  # noqa: B010 (mypy refuses the plain assignment)
+    return sum(module.weight.nbytes for module in linears)
+
+
+def fits_in_memory(linears: list[nn.Linear]) -> bool:
+    """Whether copies of these weights take up to a quarter of the free memory; if not, that is logged."""
     needed = sum(module.weight.nbytes for module in linears)
     free = psutil.virtual_memory().available
     if needed > _MOST_OF_FREE_MEMORY * free:
         logger.info("weights are not packed: the copies need %d bytes, %d are free", needed, free)
-        return 0
-    for module in linears:
-        setattr(module, "forward", _packed_forward(module))  # noqa: B010 (mypy refuses the plain assignment)
-    return needed
+        return False
+    return True
 
 
-def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _DECODE_ROWS)
-    bias = module.bias
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a linear layer with a packed copy of `weight [N, M]`."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _DECODE_ROWS)
+    # Without this, every call looks the overload up again.
+    product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(input: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+        out: Tensor = product(input, packed, bias, "none", [], "")
         return out
 
     return forward
