@@ -7,7 +7,7 @@ the device works on its own the first half can run beside decode steps of other 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from hardkv.tiers.cascade import Cascade, Moves, Resident
 from hardkv.types import AttentionSettings, Claims, CostModel, Layout, ModelGeometry, ScoreView, TokenBatch
 
 _WORKSPACE_BYTES = 512 << 20
+_CPU_WORKSPACE_BYTES = 8 << 20
+"""About what stays in a CPU's caches between two operations."""
 
 
 class Arriving:
@@ -67,6 +69,11 @@ class Decision:
         return self.report.here and self.not_finite.here
 
 
+def _part(resident: Resident, group: slice, slots: int) -> Resident:
+    """Some layers of it, without the padding beyond their own `slots`."""
+    return Resident(**{each.name: getattr(resident, each.name)[group, :, :slots] for each in fields(resident)})
+
+
 class Compressor:
     """Runs compression passes over the sequences of one pool."""
 
@@ -101,14 +108,10 @@ class Compressor:
             report = torch.stack([moves.lengths, moves.reserve, moves.lengths, held])
             nothing = Arriving(torch.zeros(3, layers, dtype=torch.int64))
             return Decision(cascade, resident, moves, None, Arriving(report), nothing, selects=False)
+        widths = (cascade.sparse.lengths + cascade.dense.length).max(1)
         scored = [
-            claim(
-                self.parts,
-                self._view(cascade, resident, group),
-                resident.protected[group],
-                cascade.calibration[group],
-            )
-            for group in self._groups(resident.valid.shape[-1])
+            self._claim(self.parts, cascade, _part(resident, group, int(widths[group].max())), group)
+            for group in self._groups(widths)
         ]
         keep = select(self.parts, Claims.stack([claims for claims, _ in scored]), limits)
         layout = lay_out(self.parts, keep, resident.valid, self._cost_model(), limits)
@@ -154,17 +157,15 @@ class Compressor:
         pages = others + cascade.sparse.pages_of(slots)
         return bool(pages.sum() > reserved_pages or pages.max(initial=0) > self.head_pages)
 
-    def _groups(self, slots: int) -> list[slice]:
-        """Layers to score at once: one on a CPU, else as many alike as a moderate workspace holds."""
-        layers, geometry = self.pool.layers, self.geometry
-        if self.pool.layer_regions:
-            return [slice(index, index + 1) for index in range(layers)]
-        layer_bytes = slots * geometry.heads * geometry.head_dim * 2 * 4
-        most = max(1, _WORKSPACE_BYTES // max(layer_bytes, 1))
+    def _groups(self, widths: Pages) -> list[slice]:
+        """Layers to score at once: as many alike, of `widths [L]` slots, as a moderate workspace holds."""
+        slot_bytes = self.geometry.heads * self.geometry.head_dim * 2 * 4
+        most = _CPU_WORKSPACE_BYTES if self.geometry.device.type == "cpu" else _WORKSPACE_BYTES
         groups: list[slice] = []
-        for index in range(layers):
+        for index in range(self.pool.layers):
             first = groups[-1].start if groups else 0
-            if groups and index - first < most and self._alike(first, index):
+            together = (index + 1 - first) * int(widths[first : index + 1].max()) * slot_bytes
+            if groups and together <= most and self._alike(first, index):
                 groups[-1] = slice(first, index + 1)
             else:
                 groups.append(slice(index, index + 1))
@@ -182,15 +183,20 @@ class Compressor:
             return False
         return not sinks and (one.scaling, one.softcap) == (other.scaling, other.softcap)
 
+    def _claim(self, parts: Components, cascade: Cascade, resident: Resident, group: slice) -> tuple[Claims, Tensor]:
+        """Claims of some layers, whose part `resident` is."""
+        view = self._view(cascade, resident, group)
+        return claim(parts, view, resident.protected, cascade.calibration[group])
+
     def _view(self, cascade: Cascade, resident: Resident, group: slice) -> ScoreView:
         settings = self.layers[group.start]
-        keys, values = cascade.gather(resident, group)
+        keys, values = cascade.gather(resident, slice(None))
         queries = positions = hidden = statistic = None
         if self.ring is not None:
             queries, positions = self.ring.read(group, cascade.lane)
             hidden = self.ring.read_hidden(group, cascade.lane)
         if self.pool.statistic.shape[0]:
-            statistic = self.pool.statistic.view(-1)[resident.slots[group]]
+            statistic = self.pool.statistic.view(-1)[resident.slots]
         # An online statistic says nothing of a slot that attention did not see, so such a slot cannot come back; then
         # the outcome is the same whether a token was masked or let go.
         online = self.parts is not None and self.parts.scorer.online
@@ -198,8 +204,8 @@ class Compressor:
         return ScoreView(
             keys=keys,
             values=values,
-            positions=resident.positions[group],
-            valid=judged[group],
+            positions=resident.positions,
+            valid=judged,
             scaling=settings.scaling,
             layers=self.geometry.full_layers[group],
             softcap=settings.softcap,

@@ -24,7 +24,17 @@ from hardkv.query_ring import QueryRing
 from hardkv.tiers.cascade import Cascade
 from hardkv.tiers.sliding import SlidingRings
 from hardkv.types import AttentionCall, EnteringTokens
-from hardkv_kernels import append, merge_states, open_slots, plan_decode, ragged_decode
+from hardkv_kernels import (
+    PageRun,
+    append,
+    append_plain,
+    attend_pages,
+    merge_states,
+    open_slots,
+    page_run,
+    plan_decode,
+    ragged_decode,
+)
 
 
 class DecodeStep:
@@ -93,9 +103,14 @@ class DecodeStep:
         self.sliding.bind(self.lanes)
         spans = [pool.span(layer) for layer in range(pool.layers)]
         self._spans = [(span.start, span.stop) for span in spans]
+        self._runs = [self._run(layer, span, owners) for layer, span in enumerate(spans)] if pool.layer_regions else []
         complete = pool.layer_regions and len(batch) == len({table.lane for table in pool.tables})
         self.statistic.bind(self._owner, owners, complete)
         self._apart = any(cascade.last.holds_tokens and not cascade.last.lies_in_pages for cascade in batch)
+
+    def _run(self, layer: int, span: slice, owners: int) -> PageRun:
+        pool = self.pool
+        return page_run(pool.keys, pool.values, pool.bias, self._owner, layer * owners, span, owners)
 
     def advance(self) -> None:
         """Count the step that was done, on the host."""
@@ -134,11 +149,11 @@ class DecodeStep:
         """Append one token of full-attention layer `index` and attend it over all tiers; out `[R, 1, H*G, D]`."""
         rows, query_heads, _, head_dim = call.query.shape
         pool, ring = self.pool, self.ring
-        owners = rows * pool.heads
         query = call.query.reshape(rows, pool.heads, self.group, head_dim)
         if ring is not None and call.hidden_states is not None:
             ring.write_hidden(index, self.lanes, self.positions, call.hidden_states[:, 0])
-        append(
+        add = append_plain if self._runs else append
+        add(
             call.keys.reshape(rows, pool.heads, head_dim),
             call.values.reshape(rows, pool.heads, head_dim),
             self._slots[index],
@@ -149,7 +164,23 @@ class DecodeStep:
             self.lanes,
             self.positions,
         )
-        first_page, last_page = self._spans[index]
+        out, lse, probabilities = self._attend_pages(index, call, query)
+        share = None
+        if self._apart:
+            inside = lse
+            out, lse = self._with_last_tiers(index, call, query, out, lse)
+            share = torch.exp(inside - lse)
+        self._blame(self.statistic.take(index, *self._spans[index], lse, probabilities, share))
+        if self.entry is not None:
+            self._score_entering(self.entry, index, call, query)
+        return out.view(rows, 1, query_heads, head_dim)
+
+    def _attend_pages(self, index: int, call: AttentionCall, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend `query [R, H, G, D]` over what lies in pages: output, lse and, where they are folded at once, p."""
+        pool, sinks = self.pool, call.settings.sinks(self.pool.heads)
+        if self._runs:
+            run = self._runs[index]
+            return attend_pages(query, run, call.scaling, call.softcap, sinks, self.statistic.at_once)
         answer: tuple[Tensor, Tensor, Tensor] = ragged_decode(
             query,
             pool.keys,
@@ -159,25 +190,15 @@ class DecodeStep:
             self.lanes,
             self._starts[index],
             self._owner,
-            index * owners,
-            first_page,
-            last_page,
+            index * query.shape[0] * pool.heads,
+            *self._spans[index],
             call.scaling,
             call.softcap,
-            call.settings.sinks(pool.heads),
+            sinks,
             self.statistic.logits,
             self.statistic.at_once,
         )
-        out, lse, probabilities = answer
-        share = None
-        if self._apart:
-            inside = lse
-            out, lse = self._with_last_tiers(index, call, query, out, lse)
-            share = torch.exp(inside - lse)
-        self._blame(self.statistic.take(index, first_page, last_page, lse, probabilities, share))
-        if self.entry is not None:
-            self._score_entering(self.entry, index, call, query)
-        return out.view(rows, 1, query_heads, head_dim)
+        return answer
 
     def attend_sliding(self, layer: int, call: AttentionCall) -> Tensor:
         """The same for a sliding-window layer."""

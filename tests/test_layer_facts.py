@@ -128,16 +128,16 @@ def test_hidden_states_are_the_inputs_of_the_attention_layer(chunk: int) -> None
         assert view.query_positions is not None
         assert view.queries is not None
         assert view.frequencies is not None
-        (module,) = view.modules
-        with torch.no_grad():
-            projected: Tensor = module.q_proj(view.hidden_states)  # type: ignore[operator]  # a linear layer
-        rows = projected.shape[1]
-        still = projected.view(rows, 2, 2, 16)  # [W, H, G, D]
-        for row in range(rows):
-            position = int(view.query_positions[0, row])
-            if position >= 0:
-                turned = rotate_by(still[row], torch.tensor(position), view.frequencies[0])
-                torch.testing.assert_close(turned, view.queries[0, :, :, row], rtol=1e-4, atol=1e-4)
+        assert len(view.modules) == len(view.layers)
+        for layer, module in enumerate(view.modules):
+            with torch.no_grad():
+                projected: Tensor = module.q_proj(view.hidden_states[layer])  # type: ignore[operator]  # a linear layer
+            still = projected.view(-1, 2, 2, 16)  # [W, H, G, D]
+            for row in range(still.shape[0]):
+                position = int(view.query_positions[layer, row])
+                if position >= 0:
+                    turned = rotate_by(still[row], torch.tensor(position), view.frequencies[layer])
+                    torch.testing.assert_close(turned, view.queries[layer, :, :, row], rtol=1e-4, atol=1e-4)
     lengths = {view.keys.shape[2] for view in Peek.seen}
     assert len(lengths) > 1  # prompt and later passes
 

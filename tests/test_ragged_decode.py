@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hardkv_kernels import attend_pages, page_run
 from hardkv_kernels.ragged_decode import ragged_decode
 from tests.operators import check_operator
 
@@ -236,3 +237,14 @@ def test_the_plain_form_needs_no_values_of_tensors() -> None:
         out, lse, _ = module.ragged_decode._init_fn(*fake)
     assert (out.shape, out.dtype) == (case.query.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == (case.query.shape[:-1], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_run_of_pages_needs_no_operator(dtype: torch.dtype, sinks: bool) -> None:
+    case = decode_case(5, [[2, 3], [0, 1]], dtype=dtype, sinks=sinks, softcap=2.0 if sinks else None, padded_rows=1)
+    owners, span = case.query.shape[0] * case.query.shape[1], slice(*case.pages)
+    run = page_run(case.keys, case.values, case.bias, case.page_owner, FIRST_OWNER, span, owners)
+    answer = attend_pages(case.query, run, case.scaling, case.softcap, case.sink_logits, True)
+    for got, expected in zip(answer, ragged_decode(*case.arguments(None, True)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,6 +1,7 @@
 """Attention and cache kernels: torch custom operators with a plain-torch form and, for CUDA, a Triton one."""
 
-from hardkv_kernels.append import append, open_slots
+from hardkv_kernels.append import append, append_plain, open_slots
+from hardkv_kernels.attend_pages import PageRun, attend_pages, page_run
 from hardkv_kernels.attend_slots import attend_slots
 from hardkv_kernels.causal_attention import causal_attention
 from hardkv_kernels.merge_states import merge_states
@@ -13,11 +14,15 @@ from hardkv_kernels.window_scores import window_scores
 from hardkv_kernels.work_list import plan_decode
 
 __all__ = [
+    "PageRun",
     "append",
+    "append_plain",
+    "attend_pages",
     "attend_slots",
     "causal_attention",
     "merge_states",
     "open_slots",
+    "page_run",
     "plan_decode",
     "ragged_decode",
     "rewrite",

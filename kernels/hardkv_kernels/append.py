@@ -103,8 +103,7 @@ def launch_open_slots(
 open_slots.register_kernel("cuda")(on_device(launch_open_slots))
 
 
-@torch.library.custom_op("hardkv::append", mutates_args=("pool_keys", "pool_values", "ring"))
-def append(
+def append_plain(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
@@ -126,6 +125,9 @@ def append(
     if ring is not None and query is not None:
         row = query.shape[1:].numel()
         ring.view(-1, row).index_copy_(0, _ring_rows(ring, lanes, positions), query.reshape(-1, row))
+
+
+append = torch.library.custom_op("hardkv::append", mutates_args=("pool_keys", "pool_values", "ring"))(append_plain)
 
 
 @append.register_fake

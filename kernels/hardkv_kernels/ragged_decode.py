@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hardkv_kernels._numbers import FLUSHED, LOWEST, NEGLIGIBLE
 from hardkv_kernels._triton import interprets, jit, on_device, programs_for, tl, triton
+from hardkv_kernels.attend_pages import attend_logits, page_logits, page_run
 from hardkv_kernels.merge_states import launch_combine, pages_each
 
 BLOCK_GROUP = 16
@@ -52,48 +52,12 @@ def ragged_decode(
     This form reads the slice as one batched product and goes by `page_owner`; the CUDA kernel goes by the block table,
     and gives no probabilities.
     """
-    rows, heads, group, head_dim = query.shape
-    owners = rows * heads
-    span = slice(first_page, last_page)
-    owner = page_owner[span] - first_owner  # [m]
-    ours = (owner >= 0) & (owner < owners)
-    owner = torch.where(ours, owner, owners)
-    pages = owner.shape[0]
-    flat = query.reshape(owners, group, head_dim)
-    # A page of nobody reads the last owner's query; its weights go to a row of their own that is thrown away.
-    asked = flat.index_select(0, owner.clamp(max=owners - 1))  # [m, G, D]
-    weights = _logits(torch.bmm(asked, keys[span].transpose(1, 2)), bias[span], scaling, softcap)  # [m, G, S]
+    owners, span = query.shape[0] * query.shape[1], slice(first_page, last_page)
+    run = page_run(keys, values, bias, page_owner, first_owner, span, owners)
+    weights = page_logits(query, run, scaling, softcap)
     if logits is not None:
-        logits[span] = torch.where(ours[:, None, None], weights, logits[span])
-    top = torch.full((owners + 1, group), LOWEST, device=query.device, dtype=torch.float32)
-    top.scatter_reduce_(0, owner[:, None].expand(pages, group), weights.amax(-1), "amax")
-    sink = None if sink_logits is None else sink_logits.expand(rows, heads, group).reshape(owners, group)
-    if sink is not None:
-        top[:owners] = torch.maximum(top[:owners], sink)
-    weights.sub_(top.index_select(0, owner)[:, :, None])
-    # The exponential of -inf takes a CPU several times as long as that of a number.
-    torch.threshold_(weights.clamp_min_(NEGLIGIBLE).exp_(), FLUSHED, 0.0)
-    total = torch.zeros_like(top).index_add_(0, owner, weights.sum(-1))
-    if sink is not None:
-        total[:owners] += torch.exp(sink - top[:owners])
-    lse = (top + torch.log(total))[:owners]
-    inverse = total.clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_()
-    partial = torch.bmm(weights.to(values.dtype), values[span])  # [m, G, D]
-    out = torch.zeros(owners + 1, group * head_dim, device=query.device, dtype=torch.float32)
-    out.index_add_(0, owner, partial.view(pages, group * head_dim).float())
-    out = out.view(owners + 1, group, head_dim)[:owners] * inverse[:owners, :, None]
-    if with_probabilities:
-        weights.mul_(inverse.index_select(0, owner)[:, :, None])
-    else:
-        weights = weights.new_empty(0)
-    return out.to(query.dtype).view(query.shape), lse.view(rows, heads, group), weights
-
-
-def _logits(products: Tensor, bias: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """Scale, cap and bias dot products `[m, G, S]`; float32."""
-    if softcap is None:
-        return torch.add(bias[:, None, :], products, alpha=scaling)
-    return torch.tanh(products.float() * (scaling / softcap)).mul_(softcap).add_(bias[:, None, :])
+        logits[span] = torch.where((run.adds < owners)[:, None, None], weights, logits[span])
+    return attend_logits(query, run, weights, sink_logits, with_probabilities)
 
 
 @ragged_decode.register_fake
