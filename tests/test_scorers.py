@@ -239,15 +239,29 @@ def test_rkv_never_holds_the_whole_similarity() -> None:
     st.booleans(),
     st.sampled_from([(4, 0.2), (0, 0.5), (1, 1.0), (30, 0.7)]),
     st.sampled_from([0.5, 0.0, 1.3]),
+    st.sampled_from([(0.8, 1.0, 1.2), (1.0, 0.0, 0.0), (0.5, 0.0, 2.0), (1.5, 2.0, 0.0)]),
 )
 def test_attention_power_formula(
-    seed: int, shape: tuple[float, float], value_weight: bool, lending: tuple[int, float], layer_weight: float
+    seed: int,
+    shape: tuple[float, float],
+    value_weight: bool,
+    lending: tuple[int, float],
+    layer_weight: float,
+    forecast: tuple[float, float, float],
 ) -> None:
-    (power, decay), (reach, lend) = shape, lending
+    (power, decay), (reach, lend), (own_weight, head_weight, key_weight) = shape, lending, forecast
     view, steps = make_view(seed), random_steps(seed)
     scorer = AttentionPower(
         AttentionPower.Config(
-            power=power, decay=decay, value_weight=value_weight, reach=reach, lend=lend, layer_weight=layer_weight
+            power=power,
+            decay=decay,
+            value_weight=value_weight,
+            reach=reach,
+            lend=lend,
+            layer_weight=layer_weight,
+            own_weight=own_weight,
+            head_weight=head_weight,
+            key_weight=key_weight,
         )
     )
 
@@ -261,15 +275,23 @@ def test_attention_power_formula(
                 powers = [max(float(steps[b, h, a, r, j]), 1e-8) ** power for a in range(3)]
                 gathered = decay * gathered + sum(powers) / 3
             own[j] = gathered ** (1 / power)
-        scores = {}
+        lent = {}
         for j in slots:
-            best = own[j]
+            lent[j] = own[j]
             for i in slots:
                 distance = int(view.positions[b, h, j] - view.positions[b, h, i])
                 if 1 <= distance <= reach:
-                    best = max(best, own[i] * lend * (1 - (distance - 1) / reach))
+                    lent[j] = max(lent[j], own[i] * lend * (1 - (distance - 1) / reach))
+        gone = max((int(view.positions[b, h, j]) + 1 for j in slots), default=0) - len(slots)
+        logs = [math.log(lent[j] + 1e-4) for j in slots] + [math.log(1e-4)] * gone
+        lengths = {j: float(view.keys[b, h, j].double().norm()) for j in slots}
+        scores = {}
+        for j in slots:
+            exponent = head_weight * sum(logs) / len(logs)
+            exponent -= key_weight * lengths[j] * len(slots) / sum(lengths.values())
             weight = float((values[j] - mean).norm()) if value_weight else 1.0
-            scores[j] = best * weight / (3 + 1) ** layer_weight  # the view is of layer 3
+            scores[j] = (lent[j] + 1e-4) ** own_weight * math.exp(exponent) * weight
+            scores[j] /= (3 + 1) ** layer_weight  # the view is of layer 3
         return scores
 
     assert_scores(scorer.score(replace(view, statistic=decode(scorer, steps))), by_head(view, formula))

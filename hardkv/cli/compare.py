@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,11 +47,11 @@ def compare(
         int, typer.Option(min=1, help="Mean tokens per head that every method keeps after a compression.")
     ] = 192,
     texts: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
-            metavar="FILE...",
+            metavar="NAME...",
             show_default=False,
-            help="UTF-8 texts. Default: eight that come with hardkv.",
+            help="UTF-8 files, or shipped texts by name, such as prose. Default: all eight that come with hardkv.",
         ),
     ] = None,
     prompt_tokens: Annotated[
@@ -95,11 +94,12 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Compare every method at equal mean budget: fidelity, bytes, time. Interrupted, it shows what it has."""
-    from hardkv.evaluation import Bench, all_methods, bundled_texts, choose, read_workload, schedule
+    from hardkv.evaluation import Bench, all_methods, choose, chosen_texts, read_workload, schedule
     from hardkv.evaluation.report import ranked, report
 
     times = schedule(prompt_tokens, fed_tokens, rounds, interval)
-    _check_files(texts or [], save, plot)
+    paths = chosen_texts(texts)
+    _check_files(save, plot)
     changes = [*parse_assignments(assignments), *([("model.id", model)] if model is not None else [])]
     settings, registry = _configured(config, changes, dtype)
     _check_budget(mean_budget, times.prompt_tokens, settings.cache)
@@ -107,7 +107,7 @@ def compare(
     if only:
         methods = choose(methods, only)
     loaded = load(settings.model)
-    workload = read_workload(loaded.tokenizer, texts or bundled_texts(), times)
+    workload = read_workload(loaded.tokenizer, paths, times)
     session = context.find_object(Session)
     assert session is not None
     session.generating = True
@@ -124,11 +124,8 @@ def compare(
         raise KeyboardInterrupt
 
 
-def _check_files(texts: Sequence[Path], save: Path | None, plot: Path | None) -> None:
-    """Refuse files that cannot be read or written, before any work."""
-    for path in texts:
-        if not path.is_file():
-            raise InputError(f"--texts {path}: no such file")
+def _check_files(save: Path | None, plot: Path | None) -> None:
+    """Refuse files that cannot be written, before any work."""
     check_targets({"--output": save, "--plot": plot})
     if plot is not None:
         from hardkv.evaluation.plotting import check_plot

@@ -1,7 +1,8 @@
-"""Scorer `attention_power`: a power mean of attention over a round, lent to followers, times what the value adds."""
+"""Scorer `attention_power`: what a token's attention over a round says of attention to come, times what it adds."""
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from typing import ClassVar
 
@@ -15,21 +16,28 @@ from hardkv.types import FusedUpdate, ScoreView
 
 # p ** power stays above this, well clear of float32 denormals (below 1.2e-38), which are slow on CPUs.
 _SMALLEST_POWER = 1e-36
+_UNREAD = 1e-4
+"""Added to attention before its logarithm: what a token that nobody reads counts as, and one that was let go."""
 
 
 class AttentionPower(OnlineScorer):
-    """Power sum of attention over the queries of a round, weighted by how far a value stands from the mean value.
+    """Forecast from the attention of a round, weighted by how far a value stands from the mean value.
 
     Each step: `x_j <- decay * x_j + mean_a p[a, j] ** power`. At the round, with `y_j = x_j ** (1 / power)`:
-    `s_j = max_d y_{j - d} w_d * |v_j - mean v| / r_l ** layer_weight`, where `j - d` is the slot `d` positions before,
-    `w_0 = 1` and `w_d = lend * (1 - (d - 1) / reach)` for d from 1 to `reach`. The norm is over D, the mean over the
-    head's valid slots.
+    `z_j = max_d y_{j - d} w_d`, where `j - d` is the slot `d` positions before, `w_0 = 1` and
+    `w_d = lend * (1 - (d - 1) / reach)` for d from 1 to `reach`;
+    `f_j = (z_j + e) ** own_weight * exp(head_weight * m) * exp(-key_weight * |k_j| / mean |k|)`, with e = 1e-4 and m
+    the mean of `log(z + e)` over all tokens the head has seen, those let go counting as `log e`;
+    `s_j = f_j * |v_j - mean v| / r_l ** layer_weight`. Norms are over D, means over the head's valid slots.
     A high power comes close to the maximum over queries, but lets repeated use count.
     A token lends to those that follow it because heads that copy read it first and them next: queries to come.
+    A head that reads widely will read tokens that it has not read yet, so its tokens count more than their own
+    attention says; a long key is a reason for attention that has little to do with what queries ask for.
     `r_l` is the layer's place, from 1 for the lowest layer: what higher layers add falls into a larger residual stream.
-    `p` is clamped from below (1e-8 at power 4), so a token that nobody reads scores about 1e-8, not 0.
+    `p` is clamped from below (1e-8 at power 4).
 
-    Ours.
+    Ours. The weights are rounded from a least-squares fit of log f to the attention that later queries paid
+    (SmolLM2-135M, docs/benchmarks.md); 1, 0, 0 takes the attention of the round as it is.
     """
 
     name: ClassVar[str] = "attention_power"
@@ -64,6 +72,24 @@ class AttentionPower(OnlineScorer):
         lend: float = Field(
             default=0.2, ge=0.0, le=1.0, description="Share of its attention that a token lends to the next one."
         )
+        own_weight: float = Field(
+            default=0.8,
+            gt=0.0,
+            le=4.0,
+            description="Power of a token's own attention in the forecast; below 1 it says less than it seems to.",
+        )
+        head_weight: float = Field(
+            default=1.0,
+            ge=0.0,
+            le=4.0,
+            description="Weight of the head's mean logarithm of attention: more gives heads that read widely more.",
+        )
+        key_weight: float = Field(
+            default=1.2,
+            ge=0.0,
+            le=8.0,
+            description="Weight of a key's length, as a share of the head's mean, against a token.",
+        )
         layer_weight: float = Field(
             default=0.5,
             ge=0.0,
@@ -87,7 +113,9 @@ class AttentionPower(OnlineScorer):
 
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""
-        scores = self._lent(statistic.masked_fill(~view.valid, 0.0).pow(1.0 / self.config.power), view)
+        scores = self._forecast(
+            self._lent(statistic.masked_fill(~view.valid, 0.0).pow(1.0 / self.config.power), view), view
+        )
         if self.config.value_weight:
             scores = scores * value_distance(view)
         if len(view.layers) == 1:  # it stands for all rows
@@ -110,6 +138,22 @@ class AttentionPower(OnlineScorer):
             share = torch.where(near, lend * (1.0 - (distance - 1).float() / max(reach, 1)), 0.0)
             torch.maximum(found[..., slots:], scores[..., :-slots] * share, out=found[..., slots:])
         return found.masked_fill(~view.valid, 0.0)
+
+    def _forecast(self, scores: Tensor, view: ScoreView) -> Tensor:
+        """What the attention `scores [B, H, N]` of the round lets expect, zero at invalid slots."""
+        config, valid = self.config, view.valid
+        logs = (scores + _UNREAD).log_()
+        count = valid.sum(-1, keepdim=True).clamp_min(1)
+        forecast = config.own_weight * logs
+        if config.head_weight:
+            seen = view.positions.masked_fill(~valid, 0).amax(-1, keepdim=True) + 1
+            total = (logs - math.log(_UNREAD)).masked_fill_(~valid, 0.0).sum(-1, keepdim=True)
+            forecast += config.head_weight * (total / torch.maximum(seen, count) + math.log(_UNREAD))
+        if config.key_weight:
+            lengths = torch.linalg.vector_norm(view.keys, dim=-1, dtype=torch.float32).masked_fill_(~valid, 0.0)
+            mean = lengths.sum(-1, keepdim=True) / count
+            forecast -= config.key_weight * lengths / mean.clamp_min(torch.finfo(torch.float32).tiny)
+        return forecast.exp_().masked_fill_(~valid, 0.0)
 
     @property
     def _floor(self) -> float:
