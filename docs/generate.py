@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,7 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 def measurements() -> str:
     """Tables of every committed result, each with its command; README.md holds the same text."""
-    tables = {"fidelity.json": _fidelity, "fidelity_rounds.json": _fidelity, "decode_cpu.json": _decode}
+    tables = {"fidelity.json": _fidelity, "retrieval.json": _retrieval, "decode_cpu.json": _decode}
     return "\n\n".join(write(name) for name, write in tables.items() if (_RESULTS / name).is_file())
 
 
@@ -122,8 +123,6 @@ def _made(found: dict[str, Any], name: str) -> str:
 def _fidelity(name: str) -> str:
     """A table for each number of rounds, the rows of each budget best first."""
     found = _result(name)
-    if found.get("kind") != "fidelity":
-        return _fidelity_of_script(found, name)
     rounds = dict.fromkeys(row["rounds"] for row in found["rows"])
     tables = [_fidelity_table(found, [row for row in found["rows"] if row["rounds"] == one]) for one in rounds]
     return "\n\n".join([*tables, _made(found, name)])
@@ -170,23 +169,32 @@ def _frontier() -> str:
     return "![KL over the mean budget, and attention mass kept by layer, a line for each method](images/fidelity.png)"
 
 
-def _fidelity_of_script(found: dict[str, Any], name: str) -> str:
-    """The layout of results that a script wrote before `hardkv eval fidelity` was there."""
-    rounds = found["rounds"]
-    when = "one compression" if rounds == 1 else f"{rounds} rounds of compression while decoding"
-    rows = [
-        f"| `{method}` | {row['kl']:.4f} | {row['top1_agreement']:.3f} | {row['mean_tokens']:.1f} |"
-        for method, row in sorted(found["methods"].items(), key=lambda item: float(item[1]["kl"]))
+def _retrieval(name: str) -> str:
+    """Accuracy of each method over all depths, by task."""
+    found = _result(name)
+    plan, tasks = found["plan"], found["plan"]["tasks"]
+
+    def accuracy(method: str, task: str) -> str:
+        cells = [cell for cell in found["cells"] if (cell["method"], cell["task"]) == (method, task)]
+        samples = sum(cell["samples"] for cell in cells)
+        return f"{sum(cell['accuracy'] * cell['samples'] for cell in cells) / samples:.3f}"
+
+    lines = [
+        f"| {_or_empty(row.get('mean_tokens'), ',.0f')} | `{row['method']}` | "
+        + " | ".join(accuracy(row["method"], task) for task in tasks)
+        + f" | {row['accuracy']:.3f} ± {row['standard_error']:.3f} | {_or_empty(row['share_of_full_cache'], '.2f')} |"
+        for row in found["summary"]
     ]
+    each, lengths = len(plan["depths"]) * plan["samples"], ", ".join(f"{tokens:,}" for tokens in plan["contexts"])
     return "\n".join(
         [
-            f"**Fidelity, {when}**: SmolLM2-135M, {len(found['texts'])} texts of {found['prompt_tokens']:,} tokens, "
-            f"then {found['fed_tokens']:,} given ones; KL to the full cache in nats per token, lower is better. "
-            f"The default has {found['ratio_kl_default_vs_snapkv_topk']:.2f} times the KL of uniform SnapKV.",
+            f"**Finding what is hidden**: `{found['model']}`, {lengths} tokens, {each} prompts of each task at "
+            f"{len(plan['depths'])} depths, difficulty {plan['difficulty']}; the prompt with its question is "
+            "compressed before the answer is written.",
             "",
-            "| method | KL | same top token | mean tokens kept per head |",
-            "|---|---|---|---|",
-            *rows,
+            f"| mean tokens per head | {' | '.join(['cache', *tasks, 'all', 'share of the full cache'])} |",
+            "|---" * (len(tasks) + 4) + "|",
+            *lines,
             "",
             _made(found, name),
         ]
@@ -194,23 +202,85 @@ def _fidelity_of_script(found: dict[str, Any], name: str) -> str:
 
 
 def _decode(name: str) -> str:
+    """Speed and bytes of each way in the largest case, and what those that compress do to the predictions."""
     found = _result(name)
-    speed, held = found["tokens_per_s"], found["kv_bytes"]
-    rows = [
-        f"| {way} | {tokens:.1f} | {f'{held[way] / 2**20:.0f}' if way in held else 'not counted'} |"
-        for way, tokens in speed.items()
+    case = (found["batch"], found["context_tokens"])
+    rows = [row for row in found["rows"] if (row["batch"], row["context_tokens"]) == case]
+    kl = {row["way"]: row["kl"] for row in found.get("fidelity", [])}
+    ratios = {row["hardkv_to"]: row for row in found["ratios"] if (row["batch"], row["context_tokens"]) == case}
+    named = {"uncompressed": "the same runtime uncompressed", "transformers": "transformers' default cache"}
+    told = [f"{ratios[way]['median']:.2f} times as fast as {words}" for way, words in named.items() if way in ratios]
+    lines = [
+        f"| `{row['way']}` | {row['tokens_per_s']:.1f} | {_or_empty(row['step_ms'], '.1f')} "
+        f"| {_times(ratios.get(row['way']))} | {_mebibytes(row['kv_bytes'])} | {_or_empty(row['mean_tokens'], ',.0f')} "
+        f"| {_or_empty(kl.get(row['way']), '.4f')} |"
+        for row in rows
+        if row["note"] is None
     ]
+    rest = [f"- `{row['way']}`: {row['note']}" for row in rows if row["note"] is not None]
+    settings = found.get("fidelity_settings")
+    apart = (
+        ""
+        if settings is None
+        else (
+            f" KL apart, in float32: {len(settings['texts'])} texts of {settings['prompt_tokens']:,} tokens at a mean "
+            f"of {settings['mean_budget']}, {settings['rounds']} compressions."
+        )
+    )
     return "\n".join(
         [
-            f"**Decoding on a CPU**: SmolLM2-135M, {found['batch']} sequences of {found['context_tokens']:,} tokens, "
-            f"mean budget {found['mean_tokens']:.0f}, compressed every {found['interval']} steps, passes included. "
-            f"{found['ratio_vs_uncompressed']:.2f} times the same runtime uncompressed, "
-            f"{found['ratio_vs_transformers']:.1f} times transformers' default cache, "
-            f"{found['kv_bytes_share']:.3f} of the uncompressed KV bytes.",
+            f"**Decoding on a CPU**: `{found['model']}`, {found['batch']} sequences of {found['context_tokens']:,} "
+            f"tokens, mean budget {found['mean_budget']:,}, compressed every {found['interval']} steps, passes "
+            f"included. It is {', '.join(told)}, with {found['kv_bytes_share']:.3f} of the uncompressed KV "
+            f"bytes.{apart}",
             "",
-            "| cache | tokens/s | KV MiB |",
-            "|---|---|---|",
-            *rows,
+            "| cache | tokens/s | ms per step | hardkv is so many times as fast | KV MiB | mean tokens per head | KL |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+            *([*rest, ""] if rest else []),
+            _made(found, name),
+        ]
+    )
+
+
+def _times(ratio: dict[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def _mebibytes(count: int | None) -> str:
+    return "not counted" if count is None else f"{count / 2**20:,.0f}"
+
+
+def _defaults() -> str:
+    """The settings around the default, by how they do over the budgets, or that they have not been measured."""
+    name = "defaults.json"
+    if not (_RESULTS / name).is_file():
+        return f"**Settings around the default**: not yet measured; `--output benchmarks/results/{name}` makes them."
+    found = _result(name)
+    kl: dict[str, dict[int, float]] = {}
+    for row in found["rows"]:
+        if row.get("kl") is not None:
+            kl.setdefault(row["method"], {})[row["mean_budget"]] = row["kl"]
+    default = kl["default"]
+    shares = {method: [one[budget] / default[budget] for budget in default] for method, one in kl.items()}
+    order = sorted(kl, key=lambda method: math.prod(shares[method]))
+    lines = [
+        f"| `{method}` | {' | '.join(f'{kl[method][budget]:.4f}' for budget in default)} "
+        f"| {math.prod(shares[method]) ** (1 / len(default)):.2f} |"
+        for method in order
+    ]
+    full = next(row for row in found["rows"] if row["mean_budget"] is None)
+    return "\n".join(
+        [
+            f"**Settings around the default**: `{found['model']}`, {len(found['texts'])} texts of "
+            f"{full['prompt_tokens']:,} tokens, then {full['fed_tokens']:,} given ones, {full['rounds']} compressions; "
+            "KL at a mean of so many tokens per head, and its geometric mean over the budgets as a share of the "
+            "default's.",
+            "",
+            f"| setting | {' | '.join(f'{budget:,}' for budget in default)} | to the default |",
+            "|---" * (len(default) + 2) + "|",
+            *lines,
             "",
             _made(found, name),
         ]
@@ -392,6 +462,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "settings": _settings,
     "measurements": measurements,
     "frontier": _frontier,
+    "defaults": _defaults,
     "compare": _compare,
     "commands": _commands,
     "kernels_aot": _kernels_aot,
