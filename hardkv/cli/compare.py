@@ -16,8 +16,10 @@ from hardkv.cli.session import (
     Debug,
     Json,
     ModelName,
+    PreciseDtype,
     SavedJson,
     Session,
+    TextNames,
     check_targets,
     output,
     print_json,
@@ -35,25 +37,11 @@ def compare(
     config: ConfigFile = None,
     assignments: Assignments = None,
     model: ModelName = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False,
-            help="Precision of weights and cache. Default: the configuration's if it names one, else float32, so that"
-            " rounding is no part of the difference.",
-        ),
-    ] = None,
+    dtype: PreciseDtype = None,
     mean_budget: Annotated[
         int, typer.Option(min=1, help="Mean tokens per head that every method keeps after a compression.")
     ] = 192,
-    texts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME...",
-            show_default=False,
-            help="UTF-8 files, or shipped texts by name, such as prose. Default: all eight that come with hardkv.",
-        ),
-    ] = None,
+    texts: TextNames = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(min=1, show_default=False, help="Prompt tokens of a text. Default: 2048; with --rounds 1024."),

@@ -12,7 +12,19 @@ from hardkv.cli.configuring import parse_assignments
 from hardkv.cli.eval_fidelity_ready import Request, check_files, prepare
 from hardkv.cli.eval_fidelity_run import measure_all
 from hardkv.cli.eval_fidelity_table import ratio_lines, tables
-from hardkv.cli.session import Assignments, ConfigFile, Debug, Json, ModelName, SavedJson, Session, output, print_json
+from hardkv.cli.session import (
+    Assignments,
+    ConfigFile,
+    Debug,
+    Json,
+    ModelName,
+    PreciseDtype,
+    SavedJson,
+    Session,
+    TextNames,
+    output,
+    print_json,
+)
 
 
 def fidelity(
@@ -20,14 +32,7 @@ def fidelity(
     config: ConfigFile = None,
     assignments: Assignments = None,
     model: ModelName = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False,
-            help="Precision of weights and cache. Default: the configuration's if it names one, else float32, so that"
-            " rounding is no part of the difference.",
-        ),
-    ] = None,
+    dtype: PreciseDtype = None,
     mean_budgets: Annotated[
         list[int] | None,
         typer.Option(
@@ -67,14 +72,7 @@ def fidelity(
             " {cache.local_window: 64}.",
         ),
     ] = None,
-    texts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME...",
-            show_default=False,
-            help="UTF-8 files, or shipped texts by name, such as prose. Default: all eight that come with hardkv.",
-        ),
-    ] = None,
+    texts: TextNames = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(

@@ -105,6 +105,22 @@ Assignments = Annotated[
         " is checked like the file. Repeatable.",
     ),
 ]
+PreciseDtype = Annotated[
+    str | None,
+    typer.Option(
+        show_default=False,
+        help="Precision of weights and cache. Default: the configuration's if it names one, else float32, so that"
+        " rounding is no part of the difference.",
+    ),
+]
+TextNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME...",
+        show_default=False,
+        help="UTF-8 files, or shipped texts by name, such as prose. Default: all eight that come with hardkv.",
+    ),
+]
 ModelName = Annotated[
     str | None,
     typer.Option(
