@@ -117,6 +117,18 @@ class OnlineScorer(ImportanceScorer):
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
         """Turn the statistic `[B, H, N]` into scores `[B, H, 1, N]`."""
 
+    @property
+    def prompt_rows(self) -> int | None:
+        """Newest queries of a prompt that `read_prompt` is given, where there are so many; None: `cache.query_rows`."""
+        return None
+
+    def read_prompt(self, view: ScoreView) -> Tensor | None:
+        """Give the statistic `[B, H, N]` float32 that a prompt leaves, from `view.queries`, all at hand at once.
+
+        Finite at valid slots. None: that of `seed`, as if each query had been one decode step.
+        """
+        return None
+
     def seed(self, statistic: Tensor, rows: Tensor) -> None:
         """Fold `rows [..., G, R, N]`, oldest first, as if each had been one decode step."""
         for row in range(rows.shape[-2]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from hardkv.config import Components
 from hardkv.errors import HardKVError, PluginError
 from hardkv.faults import named, repair, shown
-from hardkv.interfaces import CacheTier, Component, EntryScorer
+from hardkv.interfaces import CacheTier, Component, EntryScorer, OnlineScorer
 from hardkv.types import Claims, CostModel, EnteringTokens, Layout, Limits, ScoreView, Selection, TokenBatch
 
 _COUNTS = (torch.int64, torch.int32)
@@ -83,6 +83,19 @@ def enter(scorer: EntryScorer, tokens: EnteringTokens) -> Tensor:
         scores = scorer.enter(tokens)
     _check_shape("scorer", scorer, "scores on entry [R, H, N]", scores, tokens.keys.shape[:3])
     return scores.float()
+
+
+def read_prompt(scorer: OnlineScorer, view: ScoreView) -> Tensor | None:
+    """What a scorer makes of a prompt's newest queries, `[B, H, N]`; None where it asks for steps.
+
+    Raises:
+        PluginError: the scorer raised, or gave a wrong shape.
+    """
+    with blaming("scorer", scorer):
+        statistic = scorer.read_prompt(view)
+    if statistic is not None:
+        _check_shape("scorer", scorer, "a prompt's statistic [B, H, N]", statistic, view.valid.shape)
+    return statistic
 
 
 def by_row(

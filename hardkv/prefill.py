@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.interfaces import EntryScorer, OnlineScorer
-from hardkv.pipeline import blaming, check_finite, claim, count, enter, keep_best, select
+from hardkv.pipeline import blaming, check_finite, claim, count, enter, keep_best, read_prompt, select
 from hardkv.types import AttentionCall, Claims, EnteringTokens, Limits, ModelGeometry, ScoreView, TokenBatch
 from hardkv_kernels import causal_attention, window_scores
 
@@ -60,6 +60,10 @@ class PromptLayer:
     def window(self) -> tuple[Tensor, Tensor | None]:
         """The last W queries `[H, G, W, D]` and hidden states `[1, W, M]`."""
         return self.queries[:, :, -self.rows :], None if self.hidden is None else self.hidden[:, -self.rows :]
+
+    def newest(self, rows: int) -> Tensor:
+        """So many of the last queries, or as many as are held, `[H, G, R, D]`."""
+        return self.queries[:, :, -rows:]
 
 
 class Prefill:
@@ -171,12 +175,12 @@ class Prefill:
     def _remember(self, query: Tensor, call: AttentionCall) -> None:
         """Hold what of a chunk's queries `[H, G, S, D]` and hidden states is read once the layer is complete."""
         scorer = None if self.parts is None else self.parts.scorer
-        enters = scorer is not None and scorer.scores_on_entry and self.geometry.windows[call.layer] is None
-        rows = self.tokens if enters else self.rows
-        # Copies where they are smaller: a view would hold the whole chunk until the layer is complete.
-        self._queries.append(_newest(query, 2, rows))
+        rows = self.rows
+        if scorer is not None and self.geometry.windows[call.layer] is None:
+            rows = self.tokens if scorer.scores_on_entry else max(rows, self._prompt_rows)
+        _append_newest(self._queries, query, 2, rows)
         if call.hidden_states is not None:
-            self._hidden.append(_newest(call.hidden_states, 1, rows))
+            _append_newest(self._hidden, call.hidden_states, 1, rows)
 
     def _scores_on_entry(self, layer: PromptLayer, call: AttentionCall) -> Tensor | None:
         """What a scorer that scores on entry gives every token of the prompt, `[H, N]`."""
@@ -191,6 +195,13 @@ class Prefill:
             hidden_states=layer.hidden,
         )
         return enter(self.parts.scorer, entering)[0]
+
+    @property
+    def _prompt_rows(self) -> int:
+        """How many of the prompt's newest queries an online scorer reads."""
+        assert self.parts is not None
+        asked = self.parts.scorer.prompt_rows if isinstance(self.parts.scorer, OnlineScorer) else None
+        return self.rows if asked is None else min(asked, self.tokens)
 
     def _claim(self, index: int, layer: PromptLayer, call: AttentionCall, scores: Tensor | None) -> Claims:
         assert self.parts is not None
@@ -214,8 +225,9 @@ class Prefill:
         )
         if self.parts.scorer.online:
             assert isinstance(self.parts.scorer, OnlineScorer)
-            with blaming("scorer", self.parts.scorer):
-                view = view.with_statistic(seeded_statistic(self.parts.scorer, view))
+            newest = layer.newest(self._prompt_rows)
+            wider = replace(view, queries=newest[None], query_positions=positions[None, tokens - newest.shape[2] :])
+            view = view.with_statistic(seeded_statistic(self.parts.scorer, wider))
         protected = (positions < self.limits.sinks) | (positions >= tokens - self.limits.local_window)
         claims, broken = claim(self.parts, view, protected.expand(1, heads, tokens), [self.calibration[index]])
         check_finite(self.parts, broken.tolist(), [call.layer])
@@ -248,18 +260,30 @@ class Prefill:
         return claims + sum(staged.nbytes for staged in self.staged)
 
 
-def _newest(tensor: Tensor, axis: int, rows: int) -> Tensor:
-    if tensor.shape[axis] <= rows:
-        return tensor
-    return tensor.narrow(axis, tensor.shape[axis] - rows, rows).clone()
+def _append_newest(held: list[Tensor], chunk: Tensor, axis: int, rows: int) -> None:
+    """Append a chunk, of which no more than `rows` along `axis` are read, and let go what it replaces."""
+    if chunk.shape[axis] > rows:
+        # A copy: a view would hold the whole chunk until the layer is complete.
+        chunk = chunk.narrow(axis, chunk.shape[axis] - rows, rows).clone()
+    held.append(chunk)
+    while sum(later.shape[axis] for later in held[1:]) >= rows:
+        held.pop(0)
 
 
 def seeded_statistic(scorer: OnlineScorer, view: ScoreView) -> Tensor:
-    """The statistic `[B, H, N]` that the window's queries leave, as if each had been one decode step."""
+    """The statistic `[B, H, N]` that a prompt's queries leave: what the scorer reads in them, or as decode steps.
+
+    Raises:
+        PluginError: the scorer raised, or gave a wrong shape.
+    """
+    read = read_prompt(scorer, view)
+    if read is not None:
+        return read
     fused = scorer.fused
     if fused is None:
         statistic = torch.zeros(view.valid.shape, device=view.keys.device)
-        scorer.seed(statistic, view.attention)
+        with blaming("scorer", scorer):
+            scorer.seed(statistic, view.attention)
         return statistic
     assert view.queries is not None
     seeded: Tensor = window_scores(

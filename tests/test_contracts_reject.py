@@ -18,6 +18,7 @@ from hardkv.interfaces import Budget, CacheTier, Component, EntryScorer, Importa
 from hardkv.policies.budgets.target import TargetOptions
 from hardkv.policies.budgets.top_k import TopK
 from hardkv.policies.scorers.attention import Attention
+from hardkv.policies.scorers.attention_power import AttentionPower
 from hardkv.policies.scorers.h2o import H2O
 from hardkv.policies.scorers.key_norm import KeyNorm
 from hardkv.policies.scorers.window_max import WindowMax
@@ -193,6 +194,8 @@ SCORERS = [
     scorer("update_is_elementwise", half_pooled, H2O(), "update"),
     scorer("update_is_capture_safe", synced, H2O(), "update"),
     scorer("fused_equals_update", lambda this: FusedUpdate("power", decay=0.5), H2O(), "fused"),
+    scorer("prompt_statistic", lambda this, read, view: read(view) / 0.0, AttentionPower(), "read_prompt"),
+    scorer("prompt_statistic", lambda this, read, view: read(view) + view.keys.sum(), AttentionPower(), "read_prompt"),
     scorer("entry_shape_and_finite", lambda this, enter, tokens: enter(tokens).log(), Backwards(), "enter"),
     scorer("entering_rows_are_independent", lambda this, enter, tokens: enter(tokens).cumsum(0), Backwards(), "enter"),
     scorer("one_by_one_equals_at_once", lambda this, enter, tokens: enter(tokens).cumsum(-1), Backwards(), "enter"),

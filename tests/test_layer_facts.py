@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from hardkv import HardKVRuntime, ImportanceScorer, ScoreView
+from hardkv import HardKVRuntime, ImportanceScorer, OnlineScorer, ScoreView
 from hardkv.config import load_config
 from hardkv.model_adapter import read_geometry
 from hardkv.policies.scorers.rotation import rotate_by
@@ -113,8 +114,6 @@ class Peek(ImportanceScorer):
 @pytest.mark.parametrize("chunk", [16, 2048])
 def test_hidden_states_are_the_inputs_of_the_attention_layer(chunk: int) -> None:
     """Queries made from them by hand, turned by the frequencies, are the queries that the view holds."""
-    from dataclasses import replace
-
     model = loaded("llama")
     ready = load_config({**CONFIG, "cache": {**CONFIG["cache"], "prefill_chunk_tokens": chunk}})
     Peek.seen.clear()
@@ -142,9 +141,46 @@ def test_hidden_states_are_the_inputs_of_the_attention_layer(chunk: int) -> None
     assert len(lengths) > 1  # prompt and later passes
 
 
-def test_hidden_states_are_counted_in_the_reserved_bytes() -> None:
-    from dataclasses import replace
+class Reader(OnlineScorer):
+    """Keeps what it was given of prompts."""
 
+    name: ClassVar[str] = "reader"
+    prompts: ClassVar[list[ScoreView]] = []
+
+    @property
+    def prompt_rows(self) -> int:
+        return 24
+
+    def read_prompt(self, view: ScoreView) -> Tensor:
+        self.prompts.append(view)
+        return view.positions.float()
+
+    def update(self, statistic: Tensor, probabilities: Tensor) -> None:
+        statistic.add_(probabilities.sum(-2))
+
+    def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
+        return statistic.masked_fill(~view.valid, 0.0)[:, :, None]
+
+
+def test_a_prompt_is_read_by_as_many_queries_as_the_scorer_asks_for_whatever_the_chunks() -> None:
+    model = loaded("llama")
+    read = []
+    for chunk in (16, 17, 2048):
+        ready = load_config({**CONFIG, "cache": {**CONFIG["cache"], "prefill_chunk_tokens": chunk}})
+        Reader.prompts.clear()
+        runtime = HardKVRuntime(ready.config, replace(ready.components, scorer=Reader()), model)
+        runtime.generate([list(range(40, 90)), list(range(20))], max_new_tokens=3, ignore_eos=True)
+        read.append(list(Reader.prompts))
+    for views in read:
+        assert len(views) == len(read[0]) > 0
+        for view, whole in zip(views, read[-1], strict=True):
+            tokens = view.keys.shape[2]
+            assert view.query_positions is not None
+            assert view.query_positions[0].tolist() == list(range(max(tokens - 24, 0), tokens))
+            torch.testing.assert_close(view.queries, whole.queries, rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_are_counted_in_the_reserved_bytes() -> None:
     model = loaded("llama")
     ready = load_config(CONFIG)
     sizes = []

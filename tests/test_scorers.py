@@ -378,10 +378,65 @@ def test_a_prompt_seeds_as_if_each_row_had_been_a_step(label: str, seed: int) ->
     assert view.queries is not None
     rows = torch.arange(view.queries.shape[3]) + view.keys.shape[2]
     view = replace(view, queries=view.queries.nan_to_num(1.0), query_positions=rows.expand(len(view.keys), -1))
+    if isinstance(scorer, AttentionPower):
+        scorer = AttentionPower(scorer.config.model_copy(update={"past_weight": 0.0}))
     looped = torch.zeros(view.valid.shape)
     scorer.seed(looped, view.attention)
     seeded = seeded_statistic(scorer, view)
     torch.testing.assert_close(seeded[view.valid], looped[view.valid], rtol=1e-4, atol=1e-12)
+
+
+@QUICK
+@given(
+    SEEDS,
+    st.sampled_from([(64, 0.33), (2, 0.5), (3, 0.1), (1, 0.9)]),
+    st.sampled_from([(4.0, 8, 0.2), (1.0, 0, 0.5), (2.5, 30, 0.7)]),
+)
+def test_attention_power_reads_a_prompt_by_formula(
+    seed: int, groups: tuple[int, float], options: tuple[float, int, float]
+) -> None:
+    (recent, past), (power, reach, lend) = groups, options
+    view = make_view(seed)
+    attention = literal_attention(view)  # [B, H, G, W, N]
+    scorer = AttentionPower(
+        AttentionPower.Config(recent_rows=recent, past_weight=past, power=power, reach=reach, lend=lend)
+    )
+    newest = view.query_positions
+    assert newest is not None
+    written = (newest >= 0).tolist()
+
+    def read(b: int, h: int, slots: list[int], rows: list[int]) -> dict[int, float]:
+        own = {}
+        for j in slots:
+            gathered = 0.0
+            for i in rows:
+                sees = written[b][i] and view.positions[b, h, j] <= newest[b, i]
+                if sees:
+                    gathered += sum(max(float(attention[b, h, a, i, j]), 1e-8) ** power for a in range(2)) / 2
+            own[j] = gathered ** (1 / power)
+        lent = dict(own)
+        for j in slots:
+            for i in slots:
+                distance = int(view.positions[b, h, j] - view.positions[b, h, i])
+                if 1 <= distance <= reach:
+                    lent[j] = max(lent[j], own[i] * lend * (1 - (distance - 1) / reach))
+        return {j: math.log(lent[j] + 1e-4) for j in slots}
+
+    def formula(b: int, h: int, slots: list[int]) -> dict[int, float]:
+        logs = read(b, h, slots, list(range(4))[-recent:])
+        if recent < 4:
+            older = read(b, h, slots, list(range(4 - recent)))
+            logs = {j: (1 - past) * logs[j] + past * older[j] for j in slots}
+        return {j: (math.exp(logs[j]) - 1e-4) for j in slots}
+
+    statistic = scorer.read_prompt(view)
+    assert statistic is not None
+    found = statistic.double().pow(1 / power)
+    for b in range(2):
+        for h in range(2):
+            slots = view.valid[b, h].nonzero()[:, 0].tolist()
+            for j, expected in formula(b, h, slots).items():
+                assert float(found[b, h, j]) == pytest.approx(expected, rel=1e-3, abs=2e-9 ** (1 / power) + 1e-7)
 
 
 @QUICK

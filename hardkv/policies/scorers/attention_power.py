@@ -13,6 +13,7 @@ from torch import Tensor
 from hardkv.interfaces import OnlineScorer, Options, Space
 from hardkv.policies.scorers.values import value_distance
 from hardkv.types import FusedUpdate, ScoreView
+from hardkv_kernels import window_scores
 
 # p ** power stays above this, well clear of float32 denormals (below 1.2e-38), which are slow on CPUs.
 _SMALLEST_POWER = 1e-36
@@ -33,6 +34,9 @@ class AttentionPower(OnlineScorer):
     A token lends to those that follow it because heads that copy read it first and them next: queries to come.
     A head that reads widely will read tokens that it has not read yet, so its tokens count more than their own
     attention says; a long key is a reason for attention that has little to do with what queries ask for.
+    A prompt's queries are all at hand, so they are read as two groups, the newest `recent_rows` and those before up to
+    `prompt_rows`, without decay: `log(x_j + e)` is the weighted mean of the two groups' `log(z_j + e)`. What is read in
+    both is worth more than what one group reads twice as much.
     `r_l` is the layer's place, from 1 for the lowest layer: what higher layers add falls into a larger residual stream.
     `p` is clamped from below (1e-8 at power 4).
 
@@ -90,6 +94,18 @@ class AttentionPower(OnlineScorer):
             le=8.0,
             description="Weight of a key's length, as a share of the head's mean, against a token.",
         )
+        prompt_rows: int = Field(
+            default=256, ge=1, le=4096, description="Newest queries of a prompt that say what its tokens are worth."
+        )
+        recent_rows: int = Field(
+            default=64, ge=1, le=4096, description="The newest of them, which are read apart from those before."
+        )
+        past_weight: float = Field(
+            default=0.33,
+            ge=0.0,
+            lt=1.0,
+            description="Weight of those before; 0 reads the last cache.query_rows queries as decode steps instead.",
+        )
         layer_weight: float = Field(
             default=0.5,
             ge=0.0,
@@ -111,6 +127,44 @@ class AttentionPower(OnlineScorer):
         summed = reduce(torch.add, powers.unbind(-2))
         statistic.mul_(self.config.decay).add_(summed, alpha=1.0 / powers.shape[-2])
 
+    @property
+    def prompt_rows(self) -> int | None:
+        """Follows the option."""
+        return self.config.prompt_rows if self.config.past_weight else None
+
+    def read_prompt(self, view: ScoreView) -> Tensor | None:
+        """Give the statistic `[B, H, N]`: a weighted mean, in logarithms, of what newer and older queries read."""
+        past = self.config.past_weight
+        assert view.queries is not None
+        rows, recent = view.queries.shape[3], self.config.recent_rows
+        if not past:
+            return None
+        logs = self._log_read(view, slice(max(rows - recent, 0), rows))
+        if rows > recent:
+            logs = (1.0 - past) * logs + past * self._log_read(view, slice(0, rows - recent))
+        return (logs.exp() - _UNREAD).clamp_min_(0.0).pow_(self.config.power)
+
+    def _log_read(self, view: ScoreView, rows: slice) -> Tensor:
+        """Logarithm of the attention, own or lent, that some rows of a view pay, `[B, H, N]`."""
+        assert view.queries is not None
+        assert view.query_positions is not None
+        gathered = window_scores(
+            view.queries[:, :, :, rows],
+            view.query_positions[:, rows],
+            view.keys,
+            view.positions,
+            view.valid,
+            view.scaling,
+            view.softcap,
+            view.sink_logits,
+            "power",
+            self.config.power,
+            1.0,
+            self._floor,
+            None,
+        )
+        return (self._lent(gathered.pow_(1.0 / self.config.power), view) + _UNREAD).log_()
+
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:
         """Give scores `[B, H, 1, N]`; zero at invalid slots."""
         scores = self._forecast(
@@ -128,16 +182,18 @@ class AttentionPower(OnlineScorer):
         return float((layer + 1) ** self.config.layer_weight)
 
     def _lent(self, scores: Tensor, view: ScoreView) -> Tensor:
-        """The larger of a token's own score and what those before it lend, `[B, H, N]`."""
+        """The larger of a token's own score and what those before it lend, `[B, H, N]`; `scores` is 0 where invalid."""
         reach, lend = self.config.reach, self.config.lend
         found = scores.clone()
-        for slots in range(1, min(reach, scores.shape[-1] - 1) + 1 if lend else 1):
-            # Slots are in position order, with gaps: it is the positions that count.
-            distance = view.positions[..., slots:] - view.positions[..., :-slots]
-            near = (distance >= 1) & (distance <= reach)
-            share = torch.where(near, lend * (1.0 - (distance - 1).float() / max(reach, 1)), 0.0)
-            torch.maximum(found[..., slots:], scores[..., :-slots] * share, out=found[..., slots:])
-        return found.masked_fill(~view.valid, 0.0)
+        if not (reach and lend):
+            return found
+        step = lend / reach
+        for slots in range(1, min(reach, scores.shape[-1] - 1) + 1):
+            # Valid slots are in position order, with gaps: it is the positions that count. Beyond reach the share is
+            # negative, and changes nothing.
+            share = (view.positions[..., :-slots] - view.positions[..., slots:]).float().mul_(step).add_(lend + step)
+            torch.maximum(found[..., slots:], share.mul_(scores[..., :-slots]), out=found[..., slots:])
+        return found.masked_fill_(~view.valid, 0.0)
 
     def _forecast(self, scores: Tensor, view: ScoreView) -> Tensor:
         """What the attention `scores [B, H, N]` of the round lets expect, zero at invalid slots."""

@@ -209,6 +209,7 @@ class ScorerContract(Contract):
         _on_views(online.check_update_is_elementwise, _is_online),
         _on_views(online.check_update_is_capture_safe, _is_online, 3),
         _on_views(online.check_fused_equals_update, _has_fused),
+        _on_views(online.check_prompt_statistic, _is_online),
         _on_entry(entry.check_entry_shape_and_finite),
         _on_entry(entry.check_entering_rows_are_independent),
         _on_entry(entry.check_one_by_one_equals_at_once),
