@@ -210,27 +210,54 @@ def _retrieval(name: str) -> str:
 
 
 def _decode(name: str) -> str:
+    """Speed and bytes of each way in the largest case, and what those that compress do to the predictions."""
     found = _result(name)
-    speed, held = found["tokens_per_s"], found["kv_bytes"]
-    rows = [
-        f"| {way} | {tokens:.1f} | {f'{held[way] / 2**20:.0f}' if way in held else 'not counted'} |"
-        for way, tokens in speed.items()
+    case = (found["batch"], found["context_tokens"])
+    rows = [row for row in found["rows"] if (row["batch"], row["context_tokens"]) == case]
+    kl = {row["way"]: row["kl"] for row in found.get("fidelity", [])}
+    ratios = {row["hardkv_to"]: row for row in found["ratios"] if (row["batch"], row["context_tokens"]) == case}
+    named = {"uncompressed": "the same runtime uncompressed", "transformers": "transformers' default cache"}
+    told = [f"{ratios[way]['median']:.2f} times as fast as {words}" for way, words in named.items() if way in ratios]
+    lines = [
+        f"| `{row['way']}` | {row['tokens_per_s']:.1f} | {_or_empty(row['step_ms'], '.1f')} "
+        f"| {_times(ratios.get(row['way']))} | {_mebibytes(row['kv_bytes'])} | {_or_empty(row['mean_tokens'], ',.0f')} "
+        f"| {_or_empty(kl.get(row['way']), '.4f')} |"
+        for row in rows
+        if row["note"] is None
     ]
+    rest = [f"- `{row['way']}`: {row['note']}" for row in rows if row["note"] is not None]
+    settings = found.get("fidelity_settings")
+    apart = (
+        ""
+        if settings is None
+        else (
+            f" KL apart, in float32: {len(settings['texts'])} texts of {settings['prompt_tokens']:,} tokens at a mean "
+            f"of {settings['mean_budget']}, {settings['rounds']} compressions."
+        )
+    )
     return "\n".join(
         [
-            f"**Decoding on a CPU**: SmolLM2-135M, {found['batch']} sequences of {found['context_tokens']:,} tokens, "
-            f"mean budget {found['mean_tokens']:.0f}, compressed every {found['interval']} steps, passes included. "
-            f"{found['ratio_vs_uncompressed']:.2f} times the same runtime uncompressed, "
-            f"{found['ratio_vs_transformers']:.1f} times transformers' default cache, "
-            f"{found['kv_bytes_share']:.3f} of the uncompressed KV bytes.",
+            f"**Decoding on a CPU**: `{found['model']}`, {found['batch']} sequences of {found['context_tokens']:,} "
+            f"tokens, mean budget {found['mean_budget']:,}, compressed every {found['interval']} steps, passes "
+            f"included. It is {', '.join(told)}, with {found['kv_bytes_share']:.3f} of the uncompressed KV "
+            f"bytes.{apart}",
             "",
-            "| cache | tokens/s | KV MiB |",
-            "|---|---|---|",
-            *rows,
+            "| cache | tokens/s | ms per step | hardkv is so many times as fast | KV MiB | mean tokens per head | KL |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
             "",
+            *([*rest, ""] if rest else []),
             _made(found, name),
         ]
     )
+
+
+def _times(ratio: dict[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def _mebibytes(count: int | None) -> str:
+    return "not counted" if count is None else f"{count / 2**20:,.0f}"
 
 
 def _defaults() -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hardkv.cli.command_lines import written
-from hardkv.cli.comparing import load, measure_all, write_files
+from hardkv.cli.comparing import check_budget, in_float32, load, measure_all, write_files
 from hardkv.cli.configuring import Assignment, parse_assignments, read_configuration
 from hardkv.cli.session import (
     Assignments,
@@ -25,10 +25,9 @@ from hardkv.cli.session import (
     print_json,
 )
 from hardkv.cli.tabulating import comparison_table
-from hardkv.errors import InputError
 
 if TYPE_CHECKING:
-    from hardkv.config.settings import CacheSettings, HardKVConfig
+    from hardkv.config import HardKVConfig
     from hardkv.registry import Registry
 
 
@@ -90,7 +89,7 @@ def compare(
     _check_files(save, plot)
     changes = [*parse_assignments(assignments), *([("model.id", model)] if model is not None else [])]
     settings, registry = _configured(config, changes, dtype)
-    _check_budget(mean_budget, times.prompt_tokens, settings.cache)
+    check_budget("--mean-budget", mean_budget, times.prompt_tokens, settings.cache)
     methods = all_methods(registry, settings, mean_budget, budgets or ["top_k"])
     if only:
         methods = choose(methods, only)
@@ -125,21 +124,4 @@ def _configured(file: Path | None, changes: list[Assignment], dtype: str | None)
     if dtype is not None:
         changes = [*changes, ("model.dtype", dtype)]
     ready = read_configuration(file, changes)
-    chosen = ready.config.model
-    if "dtype" not in chosen.model_fields_set:
-        chosen = chosen.model_copy(update={"dtype": "float32"})
-    return ready.config.model_copy(update={"model": chosen}), ready.registry
-
-
-def _check_budget(mean_budget: int, prompt_tokens: int, cache: CacheSettings) -> None:
-    if mean_budget >= prompt_tokens:
-        raise InputError(
-            f"--mean-budget {mean_budget}: expected fewer than the {prompt_tokens} tokens of a prompt, or nothing is"
-            " dropped"
-        )
-    protected = cache.sinks + cache.local_window
-    if mean_budget <= protected:
-        raise InputError(
-            f"--mean-budget {mean_budget}: expected more than cache.sinks + cache.local_window ({cache.sinks} +"
-            f" {cache.local_window}), which are always kept"
-        )
+    return in_float32(ready.config), ready.registry

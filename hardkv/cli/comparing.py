@@ -1,4 +1,4 @@
-"""What `hardkv compare` does at length: load, measure with progress, write files."""
+"""What `hardkv compare` and `hardkv eval fidelity` do alike: check, load, measure with progress, write files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,32 @@ from hardkv.cli.tabulating import progress_line
 from hardkv.errors import InputError
 
 if TYPE_CHECKING:
-    from hardkv.config.settings import ModelSettings
+    from hardkv.config import HardKVConfig
+    from hardkv.config.settings import CacheSettings, ModelSettings
     from hardkv.evaluation import Bench, Method, Reference, Row
     from hardkv.model_adapter import LoadedModel
+
+
+def in_float32(config: HardKVConfig) -> HardKVConfig:
+    """The configuration in float32 where it names no precision."""
+    chosen = config.model
+    if "dtype" not in chosen.model_fields_set:
+        chosen = chosen.model_copy(update={"dtype": "float32"})
+    return config.model_copy(update={"model": chosen})
+
+
+def check_budget(option: str, mean_budget: int, prompt_tokens: int, cache: CacheSettings) -> None:
+    """Refuse a budget that leaves nothing to choose; `option` is what gave it."""
+    if mean_budget >= prompt_tokens:
+        raise InputError(
+            f"{option} {mean_budget}: expected fewer than the {prompt_tokens} tokens of a prompt, or nothing is dropped"
+        )
+    protected = cache.sinks + cache.local_window
+    if mean_budget <= protected:
+        raise InputError(
+            f"{option} {mean_budget}: expected more than cache.sinks + cache.local_window ({cache.sinks} +"
+            f" {cache.local_window}), which are always kept"
+        )
 
 
 def load(model: ModelSettings) -> LoadedModel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hardkv.cli.comparing import load
+from hardkv.cli.comparing import check_budget, in_float32, load
 from hardkv.cli.configuring import Assignment, read_configuration
 from hardkv.cli.session import check_targets
 from hardkv.errors import InputError
@@ -75,9 +75,10 @@ def prepare(request: Request, command: str, save: Path | None, resume: bool) -> 
 
     schedules, paths = _schedules(request), chosen_texts(request.texts)
     given = read_configuration(request.config, request.changes)
-    config = _in_float32(given.config)
+    config = in_float32(given.config)
     for mean_budget in request.mean_budgets:
-        _check_budget(mean_budget, min(times.prompt_tokens for times in schedules.values()), config)
+        shortest = min(times.prompt_tokens for times in schedules.values())
+        check_budget("--mean-budgets", mean_budget, shortest, config.cache)
     tasks = _tasks(request, config, given.registry)
     loaded = load(config.model)
     geometry = read_geometry(loaded.model)
@@ -147,14 +148,6 @@ def _taken_over(head: dict[str, Any], save: Path | None, resume: bool) -> tuple[
     return results, pending
 
 
-def _in_float32(config: HardKVConfig) -> HardKVConfig:
-    """The configuration in float32 where it names no precision."""
-    chosen = config.model
-    if "dtype" not in chosen.model_fields_set:
-        chosen = chosen.model_copy(update={"dtype": "float32"})
-    return config.model_copy(update={"model": chosen})
-
-
 def _settings(request: Request, config: HardKVConfig, paths: Sequence[Path]) -> dict[str, Any]:
     """What decides about every row."""
     from hardkv import __version__
@@ -173,17 +166,3 @@ def _settings(request: Request, config: HardKVConfig, paths: Sequence[Path]) -> 
         "free_tokens": request.free_tokens,
         "layers": request.layers,
     }
-
-
-def _check_budget(mean_budget: int, prompt_tokens: int, config: HardKVConfig) -> None:
-    if mean_budget >= prompt_tokens:
-        raise InputError(
-            f"--mean-budgets {mean_budget}: expected fewer than the {prompt_tokens} tokens of a prompt, or nothing is"
-            " dropped"
-        )
-    sinks, window = config.cache.sinks, config.cache.local_window
-    if mean_budget <= sinks + window:
-        raise InputError(
-            f"--mean-budgets {mean_budget}: expected more than cache.sinks + cache.local_window ({sinks} + {window}),"
-            " which are always kept"
-        )
