@@ -106,7 +106,12 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 def measurements() -> str:
     """Tables of every committed result, each with its command; README.md holds the same text."""
-    tables = {"fidelity.json": _fidelity, "retrieval.json": _retrieval, "decode_cpu.json": _decode}
+    tables = {
+        "fidelity.json": _fidelity,
+        "held_out.json": _held_out_line,
+        "retrieval.json": _retrieval,
+        "decode_cpu.json": _decode,
+    }
     return "\n\n".join(write(name) for name, write in tables.items() if (_RESULTS / name).is_file())
 
 
@@ -135,26 +140,42 @@ def _fidelity_table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     rounds = full["rounds"]
     when = "one compression" if rounds == 1 else f"{rounds} rounds of compression while decoding"
     lines = [
-        f"| {row['mean_budget']:,} | `{row['method']}` | {row['kl']:.4f} | {row['top1_agreement']:.3f} "
-        f"| {row['perplexity']:.2f} | {_mean(row['attention_mass_kept'])} | {_or_empty(row['mean_tokens'], '.1f')} |"
+        f"| {row['mean_budget']:,} | `{row['method']}` | {row['kl']:.4f} ± {row['kl_standard_error']:.4f} "
+        f"| {row['top1_agreement']:.3f} | {row['perplexity']:.2f} | {_mean(row['attention_mass_kept'])} "
+        f"| {_or_empty(row['mean_tokens'], '.1f')} |"
         for row in ran
     ]
-    ratios = [
-        f"At {row['mean_budget']:,} tokens the default has {row['kl_ratio_to']['snapkv+top_k']:.2f} times the KL of "
-        "uniform SnapKV."
-        for row in ran
-        if "snapkv+top_k" in row.get("kl_ratio_to", {})
-    ]
+    ratios = [f"At {row['mean_budget']:,} tokens the default has {_kl_ratios(row)}." for row in ran if _kl_ratios(row)]
     return "\n".join(
         [
             f"**Fidelity, {when}**: `{found['model']}`, {len(found['texts'])} texts of {full['prompt_tokens']:,} "
-            f"tokens, then {full['fed_tokens']:,} given ones; KL to the full cache in nats per token, lower is better; "
+            f"tokens, then {full['fed_tokens']:,} given ones; KL to the full cache in nats per token, lower is better, "
+            "± its standard error over texts; "
             f"with the full cache the perplexity is {full['perplexity']:.2f}. {' '.join(ratios)}".rstrip(),
             "",
             "| mean budget | method | KL | same top token | perplexity | attention mass kept | mean tokens per head |",
             "|---|---|---|---|---|---|---|",
             *lines,
         ]
+    )
+
+
+def _kl_ratios(row: dict[str, Any]) -> str:
+    """How the default's KL compares with uniform SnapKV's and with that of the best other method."""
+    methods = {name: ratio for name, ratio in row.get("kl_ratio_to", {}).items() if "+" in name}
+    if "snapkv+top_k" not in methods:
+        return ""
+    best = max(methods, key=lambda name: methods[name])
+    return f"{methods['snapkv+top_k']:.2f} times the KL of uniform SnapKV, {methods[best]:.2f} times that of `{best}`"
+
+
+def _held_out_line(name: str) -> str:
+    """The ratios on texts that no setting was chosen on, in a sentence."""
+    found = _result(name)
+    told = [f"{_kl_ratios(row)} at {row['mean_budget']:,} tokens" for row in found["rows"] if _kl_ratios(row)]
+    return (
+        f"The default's settings were chosen on these texts. On {len(found['texts'])} others, after one compression, "
+        f"it has {' and '.join(told)} (`benchmarks/results/{name}`)."
     )
 
 
@@ -200,7 +221,7 @@ def _retrieval(name: str) -> str:
             f"{len(plan['depths'])} depths, difficulty {plan['difficulty']}; the prompt with its question is "
             "compressed before the answer is written.",
             "",
-            f"| mean tokens per head | {' | '.join(['cache', *tasks, 'all', 'share of the full cache'])} |",
+            f"| mean tokens per head | {' | '.join(['cache', *tasks, 'all', 'accuracy to that of the full cache'])} |",
             "|---" * (len(tasks) + 4) + "|",
             *lines,
             "",
@@ -220,7 +241,8 @@ def _decode(name: str) -> str:
     told = [f"{ratios[way]['median']:.2f} times as fast as {words}" for way, words in named.items() if way in ratios]
     lines = [
         f"| `{row['way']}` | {row['tokens_per_s']:.1f} | {_or_empty(row['step_ms'], '.1f')} "
-        f"| {_times(ratios.get(row['way']))} | {_mebibytes(row['kv_bytes'])} | {_or_empty(row['mean_tokens'], ',.0f')} "
+        f"| {_or_empty(row['prefill_seconds'], '.0f')} | {_times(ratios.get(row['way']))} "
+        f"| {_mebibytes(row['kv_bytes'])} | {_or_empty(row['mean_tokens'], ',.0f')} "
         f"| {_or_empty(kl.get(row['way']), '.4f')} |"
         for row in rows
         if row["note"] is None
@@ -231,25 +253,36 @@ def _decode(name: str) -> str:
         ""
         if settings is None
         else (
-            f" KL apart, in float32: {len(settings['texts'])} texts of {settings['prompt_tokens']:,} tokens at a mean "
-            f"of {settings['mean_budget']}, {settings['rounds']} compressions."
+            f" The KL was measured apart, in {settings['dtype']}: {len(settings['texts'])} texts of "
+            f"{settings['prompt_tokens']:,} tokens at a mean of {settings['mean_budget']}, {settings['rounds']} "
+            "compressions."
         )
     )
     return "\n".join(
         [
             f"**Decoding on a CPU**: `{found['model']}`, {found['batch']} sequences of {found['context_tokens']:,} "
             f"tokens, mean budget {found['mean_budget']:,}, compressed every {found['interval']} steps, passes "
-            f"included. It is {', '.join(told)}, with {found['kv_bytes_share']:.3f} of the uncompressed KV "
-            f"bytes.{apart}",
+            f"included. hardkv is {', '.join(told)}. Its cache takes {_shares(rows)}. Tokens/s: the median turn, "
+            "passes included; ms per step: the median step, without passes; times as fast: the median of ratios turn by "
+            f"turn, lowest and highest.{apart}",
             "",
-            "| cache | tokens/s | ms per step | hardkv is so many times as fast | KV MiB | mean tokens per head | KL |",
-            "|---|---|---|---|---|---|---|",
+            "| cache | tokens/s | ms per step | prefill s | hardkv is times as fast | KV MiB | mean tokens per head "
+            f"| KL{'' if settings is None else ' at ' + str(settings['mean_budget'])} |",
+            "|---|---|---|---|---|---|---|---|",
             *lines,
             "",
             *([*rest, ""] if rest else []),
             _made(found, name),
         ]
     )
+
+
+def _shares(rows: list[dict[str, Any]]) -> str:
+    """Bytes of hardkv's cache as shares of those of the two caches that keep everything."""
+    held = {row["way"]: row["kv_bytes"] for row in rows if row["note"] is None}
+    full = {"uncompressed": "the uncompressed runtime's", "transformers": "transformers' default cache's"}
+    shares = [f"{held['hardkv'] / held[way]:.3f} of {words}" for way, words in full.items() if held.get(way)]
+    return f"{', '.join(shares)} KV bytes"
 
 
 def _times(ratio: dict[str, float] | None) -> str:

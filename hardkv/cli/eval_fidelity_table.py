@@ -44,7 +44,7 @@ def ratio_lines(found: Mapping[str, Any]) -> list[Text]:
             best = max(ratios, key=lambda name: float(ratios[name]))
             names = [name for name in ("snapkv+top_k",) if name in ratios and name != best]
             parts = [f"{ratios[name]:.3f} times the KL of {name}" for name in names]
-            parts.append(f"{ratios[best]:.3f} times that of {best}, the best of the others")
+            parts.append(f"{ratios[best]:.3f} times {'that' if names else 'the KL'} of {best}, the best of the others")
             where = f"{_rounds(row['rounds'])}, {row['mean_budget']:,} tokens"
             lines.append(Text(f"{where}: default has {', '.join(parts)}"))
     return lines
