@@ -263,7 +263,7 @@ def _decode(name: str) -> str:
             f"**Decoding on a CPU**: `{found['model']}`, {found['batch']} sequences of {found['context_tokens']:,} "
             f"tokens, mean budget {found['mean_budget']:,}, compressed every {found['interval']} steps, passes "
             f"included. hardkv is {', '.join(told)}. Its cache takes {_shares(rows)}. Tokens/s: the median turn, "
-            "passes included; ms per step: the median step, without passes; times as fast: the median of ratios turn by "
+            "passes included; ms per step: the median step, without passes; times as fast: the median ratio, turn by "
             f"turn, lowest and highest.{apart}",
             "",
             "| cache | tokens/s | ms per step | prefill s | hardkv is times as fast | KV MiB | mean tokens per head "
