@@ -344,7 +344,16 @@ def test_a_killed_run_goes_on_where_it_was(call: Call, arguments: list[str], tmp
     assert "0 of 6 answers are there" in other.err
     assert "6 of 6 answers are there" in other.err
     assert "pass@2" in other.out
+    assert "Nothing was compressed" not in other.out
     assert len(list((tmp_path / "killed").iterdir())) == 3
+
+
+def test_a_budget_that_no_answer_reaches_is_told(call: Call, arguments: list[str], tmp_path: Path) -> None:
+    result = call(*arguments, "--journal", str(tmp_path / "j"), "--no-full", "--limit", "1", "--mean-tokens", "1500")
+    assert result.code == 0
+    shown = " ".join(result.out.split())
+    assert "1 problem," in shown
+    assert "Nothing was compressed: no answer grew beyond the budget; lower --mean-tokens." in shown
 
 
 def test_a_failed_answer_is_named_and_not_recorded(

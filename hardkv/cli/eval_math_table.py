@@ -16,7 +16,8 @@ def math_table(found: dict[str, Any]) -> Table:
     first = next(iter(found["settings"].values()))
     generation, model = first["generation"], first["model"]
     title = (
-        f"{model['id']} in {model['dtype']} on {found['data']}: {len(found['problems'])} problems,"
+        f"{model['id']} in {model['dtype']} on {found['data']}: {len(found['problems'])}"
+        f" {'problem' if len(found['problems']) == 1 else 'problems'},"
         f" {found['samples_per_problem']} answers each, temperature {generation['temperature']}, up to"
         f" {generation['max_new_tokens']:,} tokens"
     )
@@ -70,6 +71,9 @@ def _caption(found: dict[str, Any]) -> str:
             f"Difference in accuracy, compressed less full, over {difference['pairs']} pairs:"
             f" {_with_error(difference['accuracy'], difference['accuracy_error'], '+.1%')}."
         )
+    compressed = found["caches"].get("compressed")
+    if compressed is not None and compressed["samples"] and compressed["mean_budget"] is None:
+        lines.append("Nothing was compressed: no answer grew beyond the budget; lower --mean-tokens.")
     if not found["complete"]:
         lines.append("Not all answers are there; the same command goes on.")
     lines.append(
