@@ -175,7 +175,7 @@ def _held_out_line(name: str) -> str:
     told = [f"{_kl_ratios(row)} at {row['mean_budget']:,} tokens" for row in found["rows"] if _kl_ratios(row)]
     return (
         f"The default's settings were chosen on these texts. On {len(found['texts'])} others, after one compression, "
-        f"it has {' and '.join(told)} (`benchmarks/results/{name}`)."
+        f"it has {' and '.join(told)}.\n\n{_made(found, name)}"
     )
 
 
