@@ -140,7 +140,7 @@ def _fidelity_table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     rounds = full["rounds"]
     when = "one compression" if rounds == 1 else f"{rounds} rounds of compression while decoding"
     lines = [
-        f"| {row['mean_budget']:,} | `{row['method']}` | {row['kl']:.4f} ± {row['kl_standard_error']:.4f} "
+        f"| {row['mean_budget']:,} | `{row['method']}` | {row['kl']:.4f}{_error(row['kl_standard_error'])} "
         f"| {row['top1_agreement']:.3f} | {row['perplexity']:.2f} | {_mean(row['attention_mass_kept'])} "
         f"| {_or_empty(row['mean_tokens'], '.1f')} |"
         for row in ran
@@ -166,7 +166,12 @@ def _kl_ratios(row: dict[str, Any]) -> str:
     if "snapkv+top_k" not in methods:
         return ""
     best = max(methods, key=lambda name: methods[name])
-    return f"{methods['snapkv+top_k']:.2f} times the KL of uniform SnapKV, {methods[best]:.2f} times that of `{best}`"
+    told = f"{methods['snapkv+top_k']:.2f} times the KL of uniform SnapKV"
+    return told if best == "snapkv+top_k" else f"{told}, {methods[best]:.2f} times that of `{best}`"
+
+
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f" ± {standard_error:.4f}"
 
 
 def _held_out_line(name: str) -> str:
