@@ -145,7 +145,7 @@ def _fidelity_table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"| {_or_empty(row['mean_tokens'], '.1f')} |"
         for row in ran
     ]
-    ratios = [f"At {row['mean_budget']:,} tokens the default has {_kl_ratios(row)}." for row in ran if _kl_ratios(row)]
+    ratios = [f"At {row['mean_budget']:,} tokens the default has {told}." for row in ran if (told := _kl_ratios(row))]
     return "\n".join(
         [
             f"**Fidelity, {when}**: `{found['model']}`, {len(found['texts'])} texts of {full['prompt_tokens']:,} "
@@ -177,7 +177,7 @@ def _error(standard_error: float | None) -> str:
 def _held_out_line(name: str) -> str:
     """The ratios on texts that no setting was chosen on, in a sentence."""
     found = _result(name)
-    told = [f"{_kl_ratios(row)} at {row['mean_budget']:,} tokens" for row in found["rows"] if _kl_ratios(row)]
+    told = [f"{ratios} at {row['mean_budget']:,} tokens" for row in found["rows"] if (ratios := _kl_ratios(row))]
     return (
         f"The default's settings were chosen on these texts. On {len(found['texts'])} others, after one compression, "
         f"it has {' and '.join(told)}.\n\n{_made(found, name)}"

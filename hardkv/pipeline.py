@@ -85,16 +85,33 @@ def enter(scorer: EntryScorer, tokens: EnteringTokens) -> Tensor:
     return scores.float()
 
 
-def read_prompt(scorer: OnlineScorer, view: ScoreView) -> Tensor | None:
-    """What a scorer makes of a prompt's newest queries, `[B, H, N]`; None where it asks for steps.
+def prompt_rows(scorer: OnlineScorer) -> int | None:
+    """How many of a prompt's newest queries a scorer asks for; None where it takes `cache.query_rows`.
+
+    Raises:
+        PluginError: the scorer raised, or gave something else.
+    """
+    with blaming("scorer", scorer):
+        rows = scorer.prompt_rows
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise PluginError(f"{named('scorer', scorer)} gave {shown(rows)} as prompt_rows; expected 1 or more, or None")
+    return rows
+
+
+def seeded_statistic(scorer: OnlineScorer, view: ScoreView) -> Tensor:
+    """The statistic `[B, H, N]` that a prompt's queries leave: what the scorer reads in them, or as decode steps.
 
     Raises:
         PluginError: the scorer raised, or gave a wrong shape.
     """
     with blaming("scorer", scorer):
         statistic = scorer.read_prompt(view)
-    if statistic is not None:
-        _check_shape("scorer", scorer, "a prompt's statistic [B, H, N]", statistic, view.valid.shape)
+        if statistic is None and scorer.fused is not None:
+            statistic = view.folded(scorer.fused)
+        elif statistic is None:
+            statistic = torch.zeros(view.valid.shape, device=view.keys.device)
+            scorer.seed(statistic, view.attention)
+    _check_shape("scorer", scorer, "a prompt's statistic [B, H, N]", statistic, view.valid.shape)
     return statistic
 
 

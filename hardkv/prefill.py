@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hardkv.config import Components
 from hardkv.interfaces import EntryScorer, OnlineScorer
-from hardkv.pipeline import blaming, check_finite, claim, count, enter, keep_best, read_prompt, select
+from hardkv.pipeline import check_finite, claim, count, enter, keep_best, prompt_rows, seeded_statistic, select
 from hardkv.types import AttentionCall, Claims, EnteringTokens, Limits, ModelGeometry, ScoreView, TokenBatch
-from hardkv_kernels import causal_attention, window_scores
+from hardkv_kernels import causal_attention
 
 
 @dataclass
@@ -59,7 +59,7 @@ class PromptLayer:
 
     def window(self) -> tuple[Tensor, Tensor | None]:
         """The last W queries `[H, G, W, D]` and hidden states `[1, W, M]`."""
-        return self.queries[:, :, -self.rows :], None if self.hidden is None else self.hidden[:, -self.rows :]
+        return self.newest(self.rows), None if self.hidden is None else self.hidden[:, -self.rows :]
 
     def newest(self, rows: int) -> Tensor:
         """So many of the last queries, or as many as are held, `[H, G, R, D]`."""
@@ -91,7 +91,6 @@ class Prefill:
         self.selects = parts is not None and tokens > limits.lower
         self.claims: list[Claims] = []
         self.staged: list[_Staged] = []
-        self.last_queries: Tensor | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._queries: list[Tensor] = []
@@ -200,7 +199,7 @@ class Prefill:
     def _prompt_rows(self) -> int:
         """How many of the prompt's newest queries an online scorer reads."""
         assert self.parts is not None
-        asked = self.parts.scorer.prompt_rows if isinstance(self.parts.scorer, OnlineScorer) else None
+        asked = prompt_rows(self.parts.scorer) if isinstance(self.parts.scorer, OnlineScorer) else None
         return self.rows if asked is None else min(asked, self.tokens)
 
     def _claim(self, index: int, layer: PromptLayer, call: AttentionCall, scores: Tensor | None) -> Claims:
@@ -268,37 +267,3 @@ def _append_newest(held: list[Tensor], chunk: Tensor, axis: int, rows: int) -> N
     held.append(chunk)
     while sum(later.shape[axis] for later in held[1:]) >= rows:
         held.pop(0)
-
-
-def seeded_statistic(scorer: OnlineScorer, view: ScoreView) -> Tensor:
-    """The statistic `[B, H, N]` that a prompt's queries leave: what the scorer reads in them, or as decode steps.
-
-    Raises:
-        PluginError: the scorer raised, or gave a wrong shape.
-    """
-    read = read_prompt(scorer, view)
-    if read is not None:
-        return read
-    fused = scorer.fused
-    if fused is None:
-        statistic = torch.zeros(view.valid.shape, device=view.keys.device)
-        with blaming("scorer", scorer):
-            scorer.seed(statistic, view.attention)
-        return statistic
-    assert view.queries is not None
-    seeded: Tensor = window_scores(
-        view.queries,
-        view.query_positions,
-        view.keys,
-        view.positions,
-        view.valid,
-        view.scaling,
-        view.softcap,
-        view.sink_logits,
-        fused.reduction,
-        fused.power,
-        fused.decay,
-        fused.floor,
-        None,
-    )
-    return seeded

@@ -13,6 +13,8 @@ from typing import Literal, Protocol, TypedDict
 import torch
 from torch import Tensor, nn
 
+from hardkv_kernels import window_scores
+
 
 @dataclass(frozen=True)
 class ScoreView:
@@ -73,6 +75,27 @@ class ScoreView:
         if self.sink_logits is not None:
             total = total + torch.exp(self.sink_logits[None, :, :, None, None] - top)
         return weights / total.clamp_min(torch.finfo(torch.float32).tiny)
+
+    def folded(self, update: FusedUpdate) -> Tensor:
+        """The statistic `[B, H, N]` that the window rows leave, as if each had been one decode step of `update`."""
+        if self.queries is None:
+            raise ValueError("this view carries no queries to fold")
+        statistic: Tensor = window_scores(
+            self.queries,
+            self._query_positions(),
+            self.keys,
+            self.positions,
+            self.valid,
+            self.scaling,
+            self.softcap,
+            self.sink_logits,
+            update.reduction,
+            update.power,
+            update.decay,
+            update.floor,
+            None,
+        )
+        return statistic
 
     def with_statistic(self, statistic: Tensor) -> ScoreView:
         """The same view with an online scorer's statistic `[B, H, N]`."""

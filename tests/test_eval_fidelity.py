@@ -295,14 +295,23 @@ def test_faulty_variants_are_refused(tmp_path: Path, text: str, error: str) -> N
 
 
 def test_every_variant_that_comes_with_the_project_runs() -> None:
+    (prompt,) = read_variants(ROOT / "benchmarks" / "prompt.yaml", load_registry(), None, [], 192)
+    assert prompt.method(load_registry(), 192, 1).obstacle is None
     found = read_variants(ROOT / "benchmarks" / "defaults.yaml", load_registry(), None, [], 192)
     methods = [one.method(load_registry(), 192, 8) for one in found]
-    assert len(methods) > 10
+    assert len(methods) == 16
     assert [method.name for method in methods if method.obstacle is not None] == []
     default = {slot: getattr(HardKVConfig(), slot).model_dump() for slot in SLOTS.values()}
     default["budget"]["mean_tokens"] = 192
     assert all(method.components != default or method.cache for method in methods)
-    assert {method.name.split()[0] for method in methods} >= {"scorer", "budget", "interval", "local_window"}
+    assert {method.name.split()[0] for method in methods} >= {
+        "scorer",
+        "budget",
+        "interval",
+        "local_window",
+        "no",
+        "prompt",
+    }
 
 
 def test_methods_by_name_by_component_and_all() -> None:

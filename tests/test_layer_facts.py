@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hardkv import HardKVRuntime, ImportanceScorer, OnlineScorer, ScoreView
+from hardkv import HardKVRuntime, ImportanceScorer, OnlineScorer, PluginError, ScoreView
 from hardkv.config import load_config
 from hardkv.model_adapter import read_geometry
 from hardkv.policies.scorers.rotation import rotate_by
@@ -178,6 +178,36 @@ def test_a_prompt_is_read_by_as_many_queries_as_the_scorer_asks_for_whatever_the
             assert view.query_positions is not None
             assert view.query_positions[0].tolist() == list(range(max(tokens - 24, 0), tokens))
             torch.testing.assert_close(view.queries, whole.queries, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("prompt_rows", 0, "scorer 'reader' .*gave 0 as prompt_rows; expected 1 or more, or None"),
+        ("prompt_rows", 1 / 2, "scorer 'reader' .*gave 0.5 as prompt_rows"),
+        ("prompt_rows", ZeroDivisionError("one over none"), "scorer 'reader' raised ZeroDivisionError: one over none"),
+        ("fused", ZeroDivisionError("one over none"), "scorer 'reader' raised ZeroDivisionError: one over none"),
+        ("read_prompt", torch.zeros(1), "scorer 'reader' .*a prompt's statistic"),
+        ("read_prompt", ZeroDivisionError("one over none"), "scorer 'reader' raised ZeroDivisionError"),
+    ],
+)
+def test_a_scorer_that_fails_at_a_prompt_is_named(
+    method: str, answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given(self: Reader, *view: ScoreView) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    ready = load_config(CONFIG)
+    runtime = HardKVRuntime(ready.config, replace(ready.components, scorer=Reader()), loaded("llama"))
+    with monkeypatch.context() as patched:
+        if method == "fused":
+            patched.setattr(Reader, "read_prompt", lambda self, view: None)
+        patched.setattr(Reader, method, given if method == "read_prompt" else property(given))
+        with pytest.raises(PluginError, match=message):
+            runtime.generate(list(range(50)), max_new_tokens=2, ignore_eos=True)
+    assert len(runtime.generate(list(range(50)), max_new_tokens=2, ignore_eos=True).token_ids) == 2
 
 
 def test_hidden_states_are_counted_in_the_reserved_bytes() -> None:

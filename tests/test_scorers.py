@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from hardkv.interfaces import ImportanceScorer, OnlineScorer
+from hardkv.pipeline import seeded_statistic
 from hardkv.policies.scorers.attention import Attention
 from hardkv.policies.scorers.attention_power import AttentionPower
 from hardkv.policies.scorers.h2o import H2O
@@ -25,7 +26,6 @@ from hardkv.policies.scorers.snapkv import SnapKV
 from hardkv.policies.scorers.streaming import Streaming
 from hardkv.policies.scorers.tova import Tova
 from hardkv.policies.scorers.window_max import WindowMax
-from hardkv.prefill import seeded_statistic
 from hardkv.types import ScoreView
 from hardkv_kernels import score_update
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import reduce
 from typing import ClassVar
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from hardkv.interfaces import OnlineScorer, Options, Space
 from hardkv.policies.scorers.values import value_distance
 from hardkv.types import FusedUpdate, ScoreView
-from hardkv_kernels import window_scores
 
 # p ** power stays above this, well clear of float32 denormals (below 1.2e-38), which are slow on CPUs.
 _SMALLEST_POWER = 1e-36
@@ -135,10 +135,10 @@ class AttentionPower(OnlineScorer):
     def read_prompt(self, view: ScoreView) -> Tensor | None:
         """Give the statistic `[B, H, N]`: a weighted mean, in logarithms, of what newer and older queries read."""
         past = self.config.past_weight
-        assert view.queries is not None
-        rows, recent = view.queries.shape[3], self.config.recent_rows
         if not past:
             return None
+        assert view.queries is not None
+        rows, recent = view.queries.shape[3], self.config.recent_rows
         logs = self._log_read(view, slice(max(rows - recent, 0), rows))
         if rows > recent:
             logs = (1.0 - past) * logs + past * self._log_read(view, slice(0, rows - recent))
@@ -148,21 +148,8 @@ class AttentionPower(OnlineScorer):
         """Logarithm of the attention, own or lent, that some rows of a view pay, `[B, H, N]`."""
         assert view.queries is not None
         assert view.query_positions is not None
-        gathered = window_scores(
-            view.queries[:, :, :, rows],
-            view.query_positions[:, rows],
-            view.keys,
-            view.positions,
-            view.valid,
-            view.scaling,
-            view.softcap,
-            view.sink_logits,
-            "power",
-            self.config.power,
-            1.0,
-            self._floor,
-            None,
-        )
+        part = replace(view, queries=view.queries[:, :, :, rows], query_positions=view.query_positions[:, rows])
+        gathered = part.folded(replace(self.fused, decay=1.0))
         return (self._lent(gathered.pow_(1.0 / self.config.power), view) + _UNREAD).log_()
 
     def finish(self, statistic: Tensor, view: ScoreView) -> Tensor:

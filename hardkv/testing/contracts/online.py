@@ -54,17 +54,14 @@ def check_fused_equals_update(component: OnlineScorer, case: ScoreCase) -> None:
 
 def check_prompt_statistic(component: OnlineScorer, case: ScoreCase) -> None:
     """What `read_prompt` gives is a statistic: float32 `[B, H, N]`, finite and blind to invalid slots."""
-    found = component.read_prompt(case.view())
-    if found is None:
-        return
     view = case.view()
+    found, other = component.read_prompt(view), component.read_prompt(case.view(garbage=1e4))
+    require((found is None) == (other is None), "read_prompt gives a statistic for one view and None for another")
+    if found is None or other is None:
+        return
     expected = tuple(view.valid.shape)
     require(tuple(found.shape) == expected, f"read_prompt gives shape {tuple(found.shape)}; expected {expected}")
     require(found.dtype == torch.float32, f"read_prompt gives {found.dtype}; expected float32: add `.float()`")
-    seen = found.masked_fill(~view.valid, 0.0)
+    seen, other = found.masked_fill(~view.valid, 0.0), other.masked_fill(~view.valid, 0.0)
     require(bool(torch.isfinite(seen).all()), "read_prompt gives values at valid slots that are not finite")
-    other = component.read_prompt(case.view(garbage=1e4))
-    require(other is not None, "read_prompt gives a statistic for one view and None for another")
-    if other is not None:
-        other = other.masked_fill(~view.valid, 0.0)
-        require_same(other, seen, "other garbage in slots with `~view.valid` gives another statistic", 0.0)
+    require_same(other, seen, "other garbage in slots with `~view.valid` gives another statistic", 0.0)
